@@ -93,7 +93,7 @@ def no_watchdog_outlives_its_test() -> Iterator[None]:
     """Cancel the timers with which a failed rank ends its process: here that process is pytest."""
     yield
     faulthandler.cancel_dump_traceback_later()
-    if ranks := sys.modules.get("windlass.parallel.dist"):
+    if ranks := sys.modules.get("windlass.parallel.ranks"):
         atexit.unregister(ranks.exit_now)
 
 

@@ -26,9 +26,6 @@ import pytest
 MODULES = "torch._dynamo", "windlass.cli", "windlass.training.trainer"
 """Imported once here, before the first fork; DDP imports the first one."""
 PYTHONPATH = os.environ.get("PYTHONPATH")
-OWNED: list[Any] = []
-"""What a child must not free, because its threads exist in the parent only."""
-
 
 execute_child = subprocess.Popen._execute_child
 SIGNATURE = inspect.signature(execute_child)
@@ -167,10 +164,6 @@ def stream(descriptor: int, mode: str, **how: Any) -> TextIO:
 
 def run_as_main(program: list[Any]) -> int:
     """Call a function, or run a program of Python as the module `__main__`."""
-    from windlass.parallel import dist
-
-    OWNED.append(dict(dist.STORES))
-    dist.STORES.clear()
     sys.modules["__main__"] = types.ModuleType("__main__")
     kind, *words = program
     with forking():

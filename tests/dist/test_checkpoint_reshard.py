@@ -18,6 +18,7 @@ import hf_fixtures
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.format import AVERAGE, MODEL, Checkpoint, open_checkpoint
 from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import boxes_of
 from windlass.checkpoint.state_dict import gather_shard, named_state, restore
 from windlass.errors import UserError
 from windlass.model.sharding import boxes_of

@@ -52,6 +52,7 @@ def test_bytes_of_two_ranks():
         on(strategy="ddp"),
         on(strategy="full_shard"),
         on(strategy="full_shard") | UNITS,
+        on(strategy="full_shard", reduce_each_micro_batch=False) | UNITS,
         on(strategy="full_shard") | UNITS | {"model__tie_head": False},
         on(strategy="shard_grad_op") | UNITS,
         on(tensor=2),

@@ -14,8 +14,8 @@ from windlass.model.gpt import initialise
 from windlass.optim import shard
 from windlass.optim.build import build_optimizer, set_lr
 from windlass.parallel.collectives import scale_gradients
-from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 
 pytestmark = pytest.mark.dist

@@ -20,9 +20,10 @@ from harness import FORK, recipe, tcp_store
 from helpers import process_state
 from windlass.errors import RunFailed, Stopped
 from windlass.parallel.collectives import sum_async
-from windlass.parallel.dist import Ranks, init_process_group, init_store
+from windlass.parallel.connect import init_process_group, init_store
 from windlass.parallel.env import DistEnv
-from windlass.parallel.heartbeat import behind
+from windlass.parallel.heartbeat import Beat, behind
+from windlass.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 HOST = socket.gethostname()
@@ -222,13 +223,14 @@ def test_ranks_that_hang_in_a_kernel_are_ended_and_the_one_behind_is_named(tmp_p
     ],
 )
 def test_the_rank_that_is_behind_is_found_once_a_rank_has_waited_long(places, still, named):
-    assert behind([{"step": step, "phase": phase} for step, phase in places], still, 90) == named
+    beats = [Beat(rank, HOST, *place) for rank, place in enumerate(places)]
+    assert behind(beats, still, 90) == named
 
 
 def test_a_failed_rank_ends_even_if_something_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("windlass.parallel.dist.EXIT_SECONDS", 0.3)
+    monkeypatch.setattr("windlass.parallel.ranks.EXIT_SECONDS", 0.3)
 
     def fn(ranks: Ranks) -> None:
         ranks.fail(RunFailed("over"))

@@ -1,11 +1,9 @@
-"""Wrapped models: how often they exchange gradients, in which precision, and their first weights.
+"""Wrapped models: the order in which they add gradients, their precision, and their first weights.
 
-`test_parallel_equivalence.py` compares their trainings with one process.
+`test_parallel_equivalence.py` compares their trainings with one process, and
+`test_estimate_bytes.py` how often they exchange gradients with the plan.
 """
 
-import collections
-import json
-import os
 from typing import Any
 
 import pytest
@@ -15,53 +13,12 @@ from harness import Join, recipe, run_ranks
 from toy import micro_batch, toy
 
 from windlass.parallel import collectives
-from windlass.parallel.dist import init_ranks
-from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import LOW, autocast, parallelize, sync_gradients, unwrap
+from windlass.parallel.parallelize import parallelize, sync_gradients, unwrap
+from windlass.parallel.precision import LOW, autocast
 
 pytestmark = pytest.mark.dist
 
 STRATEGIES = ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
-ONCE = "full_shard, reduced once"
-
-
-def exchanges(join: Join) -> dict[str, list[collections.Counter[str]]]:
-    """How many collectives one step makes, with 1 micro-batch and with 4, from the flight recorder."""
-    from torch._C._distributed_c10d import _dump_fr_trace_json
-
-    def recorded() -> collections.Counter[str]:
-        entries = json.loads(_dump_fr_trace_json(True, False))["entries"]
-        assert len(entries) < 8192, "the recorder is a ring: it would forget"
-        return collections.Counter(entry["profiling_name"].split(":")[1] for entry in entries)
-
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "8192"
-    results = {}
-    for case in (*STRATEGIES, ONCE):
-        more = {"parallel__reduce_each_micro_batch": False} if case == ONCE else {}
-        settings, counts = recipe(parallel__strategy=case.partition(",")[0], **more), []
-        with join(settings) as ranks:
-            model = parallelize(toy(dtype=torch.float32), ranks, settings)
-            for accumulation in (1, 1, 4):
-                before = recorded()
-                for k in range(accumulation):
-                    with sync_gradients(model, ranks.strategy, k == accumulation - 1):
-                        model(*micro_batch(k)).backward()
-                counts.append(recorded() - before)
-        results[case] = counts[1:]
-    return results
-
-
-def test_gradients_are_exchanged_once_a_step_or_after_each_micro_batch():
-    for case, counts in run_ranks(exchanges, 2)[0].items():
-        reduced = [sum(n for name, n in c.items() if "reduce" in name) for c in counts]
-        gathered = [sum(n for name, n in c.items() if "gather" in name) for c in counts]
-        assert reduced[0] > 0, case
-        # `hybrid_shard` of 2 ranks has shards of one rank each: what is left is the reduction
-        # between the shards' replicas.
-        assert reduced[1] == (4 if case == "full_shard" else 1) * reduced[0], case
-        # ZeRO-2 gathers once for the whole step.
-        if case.startswith(("full_shard", "shard_grad_op")):
-            assert gathered[1] == (1 if case == "shard_grad_op" else 4) * gathered[0] > 0, case
 
 
 def same_pass_twice(join: Join) -> list[torch.Tensor]:
@@ -172,19 +129,3 @@ def test_gradients_of_a_frequent_token_are_added_in_float32():
     for grad in run_ranks(embeddings_gradient, 2, "full_shard"):
         # Sums in bf16 would lose almost all of it.
         assert (grad - wanted).norm() <= 2**-6 * wanted.norm()
-
-
-@pytest.mark.parametrize("how", ["full", "selective"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputing_changes_no_bit_also_with_dropout(how: str, dropout: float):
-    grads = {}
-    for way in ("none", how):
-        settings = recipe(parallel__strategy="single", parallel__activation_checkpointing=way)
-        with init_ranks(DistEnv(), settings) as ranks:
-            model = parallelize(toy(dtype=torch.float32, dropout=dropout), ranks, settings)
-            torch.manual_seed(7)
-            model(*micro_batch(2)).backward()
-            model(*micro_batch(3)).backward()
-            grads[way] = [p.grad for p in model.parameters() if p.grad is not None]
-            grads[way].append(torch.rand(1))  # the generator's state is equal, too
-    assert all(torch.equal(a, b) for a, b in zip(grads["none"], grads[how], strict=True))

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from equivalence import BATCH, CONTEXT, VOCAB, built, rows, settings
+from equivalence import VOCAB, built, rows, settings
 from harness import run_ranks
 
 from windlass.data.loader import Loader
@@ -66,19 +66,6 @@ def rejected(join):
 @pytest.mark.dist
 def test_models_without_stages_are_rejected():
     run_ranks(rejected, 2)
-
-
-def test_recipes_that_cannot_be_a_pipeline_are_rejected_before_the_start():
-    with pytest.raises(UserError, match=r"needs 4 or more micro-batches.*micro_batch"):
-        settings(pipeline=4, model__layers=4, train__micro_batch=BATCH // 2)
-    with pytest.raises(UserError, match=r"parallel\.pipeline: .*write at most 5"):
-        settings(**TIED, pipeline=6)
-    hf = {"model__kind": "hf", "model__name": "gpt2", "model__context": CONTEXT}
-    with pytest.raises(UserError, match=r"parallel\.pipeline: a model of transformers"):
-        settings(pipeline=2, train__micro_batch=4).replace(
-            {key.replace("__", "."): value for key, value in hf.items()}
-            | {"model.layers": 12, "model.vocab": 0}
-        )
 
 
 def test_timetables_have_each_task_once_after_what_it_needs():

@@ -15,7 +15,7 @@ from helpers import refused
 from windlass import Recipe, train
 from windlass.checkpoint.format import Checkpoint, open_checkpoint, step_dir
 from windlass.evaluation.source import find_source, open_model
-from windlass.parallel.dist import alone
+from windlass.parallel.ranks import alone
 from windlass.run import Run
 
 __all__ = ["corpus"]

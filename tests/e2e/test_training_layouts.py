@@ -12,7 +12,7 @@ from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.format import open_checkpoint
 from windlass.evaluation.source import find_source, open_model
-from windlass.parallel.dist import alone
+from windlass.parallel.ranks import alone
 from windlass.run import Run
 
 __all__ = ["corpus"]

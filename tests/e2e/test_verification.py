@@ -38,13 +38,8 @@ class Wrong(Bench):
 
     wrong = ""
 
-    def train(self, name: str, *arguments: Any, **settings: Any) -> Run:
-        return self.spoiled(super().train(name, *arguments, **settings))
-
-    def train_all(self, *arguments: Any) -> list[Run]:
-        return [self.spoiled(run) for run in super().train_all(*arguments)]
-
-    def spoiled(self, run: Run) -> Run:
+    def train(self, *arguments: Any, **more: Any) -> Run:
+        run = super().train(*arguments, **more)
         if run.path.name == self.wrong and run.metrics_path.exists():
             lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
             spoiled = next(x for x in lines if x["kind"] == "train" and x["step"] == 10)
@@ -54,10 +49,10 @@ class Wrong(Bench):
 
 
 def test_one_process_proves_resume_and_kills(tmp_path):
-    bench = Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,))
-    for proof in (resume_exact, kills_lose_nothing):
-        passed, measured = proof(bench)
-        assert passed, measured
+    with Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,)) as bench:
+        for proof in (resume_exact, kills_lose_nothing):
+            passed, measured = proof(bench)
+            assert passed, measured
 
 
 @pytest.mark.parametrize(
@@ -69,9 +64,9 @@ def test_one_process_proves_resume_and_kills(tmp_path):
     ],
 )
 def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds):
-    bench = Wrong(tmp_path, overrides=ONE_THREAD, worlds=worlds)
-    bench.wrong = wrong
-    passed, measured = proof(bench)
+    with Wrong(tmp_path, overrides=ONE_THREAD, worlds=worlds) as bench:
+        bench.wrong = wrong
+        passed, measured = proof(bench)
     assert passed is False
     assert wrong != "from-7" or "differ after: 7" in measured
 
@@ -87,12 +82,12 @@ def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return done
 
-    bench = Bench(tmp_path, worlds=(1,))
-    assert export_equal(bench)[0]
-    monkeypatch.setattr(module, "export", off_by_little)
-    bench.folder = tmp_path / "again"
-    bench.folder.mkdir()
-    assert export_equal(bench)[0] is False
+    with Bench(tmp_path, worlds=(1,)) as bench:
+        assert export_equal(bench)[0]
+        monkeypatch.setattr(module, "export", off_by_little)
+        bench.folder = tmp_path / "again"
+        bench.folder.mkdir()
+        assert export_equal(bench)[0] is False
 
 
 @pytest.mark.full

@@ -25,9 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from windlass.checkpoint import choose
 from windlass.checkpoint.choose import Policy
+from windlass.checkpoint.commit import Save
 from windlass.checkpoint.format import open_checkpoint
-from windlass.checkpoint.save import Save, Writer
-from windlass.checkpoint.state_dict import Box, Shard, shard_of
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import Box, Shard, shard_of
 from windlass.fileio import Files
 from windlass.model.sharding import Cut, Peers, with_cut
 

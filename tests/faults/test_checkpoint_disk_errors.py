@@ -9,7 +9,7 @@ import pytest
 import saving
 from saving import Failer, Recorder, check, ended, hidden, prepared, save, step_seen, tally
 
-from windlass.checkpoint.choose import recover
+from windlass.checkpoint.commit import recover
 from windlass.fileio import Files
 
 CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}

@@ -27,7 +27,8 @@ from saving import (
 )
 
 from helpers import wait_for
-from windlass.checkpoint.choose import Policy, recover
+from windlass.checkpoint.choose import Policy
+from windlass.checkpoint.commit import recover
 from windlass.checkpoint.save import Writer
 from windlass.fileio import Files
 

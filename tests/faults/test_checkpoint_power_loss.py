@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from saving import GRID, SCENES, hidden, prepared, save, save_all, step_seen, tally
 
-from windlass.checkpoint.choose import choose_checkpoint, recover
+from windlass.checkpoint.choose import choose_checkpoint
+from windlass.checkpoint.commit import recover
 from windlass.checkpoint.format import Checkpoint, checkpoints_in
 from windlass.errors import UserError
 from windlass.fileio import Files

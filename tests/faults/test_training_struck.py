@@ -18,7 +18,7 @@ from forked import Forked
 from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.launch import local
-from windlass.parallel.dist import EXIT_SECONDS
+from windlass.parallel.ranks import EXIT_SECONDS
 from windlass.recipe import Recipe, dotted
 from windlass.run import Run
 

@@ -32,7 +32,8 @@ from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, open_hf
 from windlass.model.hf_network import head_form
 from windlass.model.size import CHUNK_BYTES
-from windlass.parallel.parallelize import checkpoint_activations, lower_stream
+from windlass.parallel.parallelize import checkpoint_activations
+from windlass.parallel.precision import lower_stream
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
 

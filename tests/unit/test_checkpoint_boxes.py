@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import Box, Shard, divide_rows
+from windlass.checkpoint.shard import Box, Shard, boxes_of, divide_rows
 from windlass.model.sharding import Cut, Peers, boxes_of, with_cut
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes

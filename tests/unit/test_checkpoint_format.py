@@ -20,7 +20,7 @@ from windlass.checkpoint import choose
 from windlass.checkpoint import format as format_
 from windlass.checkpoint.format import Checkpoint, Damaged, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import shard_of
+from windlass.checkpoint.shard import shard_of
 from windlass.errors import UserError
 
 Change = Callable[[Any], Any]

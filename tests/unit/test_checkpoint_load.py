@@ -24,7 +24,7 @@ from windlass.checkpoint.choose import (
     write_lineage,
 )
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import shard_of
+from windlass.checkpoint.shard import shard_of
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe

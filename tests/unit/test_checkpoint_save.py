@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from helpers import refused
-from windlass.checkpoint.format import DTYPES, Checkpoint, names_in, open_checkpoint, read_manifest
-from windlass.checkpoint.save import RESERVE_BYTES, Writer, shortage
-from windlass.checkpoint.state_dict import Shard, gather_shard, restore, shard_of
+from windlass.checkpoint.commit import RESERVE_BYTES, shortage
+from windlass.checkpoint.format import DTYPES, Checkpoint, names_in, open_checkpoint
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import Shard, shard_of
+from windlass.checkpoint.state_dict import gather_shard, restore
 from windlass.fileio import Files
 
 
@@ -202,22 +204,6 @@ def test_step_does_not_wait_for_disk_and_may_change_state_but_next_save_waits(tm
     assert torch.equal(open_checkpoint(first.path).tensor("model/embedding.weight"), before)
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_the_state_may_change_after_settle(tmp_path: Path, background: bool) -> None:
-    writer = Writer(tmp_path / "checkpoints", background=background)
-    model, optimizer = trained(width=3000)
-    for step in range(3, 9):
-        shard = gather_shard(model, optimizer)
-        before = {box.name: box.tensor.clone() for box in shard.boxes}
-        writer.write(step, shard, {})
-        writer.settle()
-        train(model, optimizer, 1)
-        [outcome] = writer.wait(30)
-        checkpoint = open_checkpoint(outcome.path)
-        assert len(before) > 10
-        assert all(checkpoint.tensor(name).equal(tensor) for name, tensor in before.items())
-
-
 def test_without_page_locked_memory_saves_work(tmp_path, monkeypatch) -> None:
     """An error of `cudaHostAlloc` must not fail the save."""
     empty = torch.empty
@@ -249,7 +235,7 @@ def test_the_writer_uses_the_device_of_the_state(tmp_path, monkeypatch):
     assert calls == {"checkpoint-writer": torch.device("cuda", 3)}
 
 
-@pytest.mark.parametrize("where", ["save.Save._manifest", "save.Writer._copy"])
+@pytest.mark.parametrize("where", ["commit.Save._manifest", "save.Writer._copy"])
 def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch, where):
     writer = Writer(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:
@@ -258,17 +244,6 @@ def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch,
         [outcome] = writer.wait(timeout=30)
     assert "oops" in outcome.error and names_in(tmp_path / "checkpoints") == []
     commit(writer)
-
-
-def test_each_manifest_is_read_once_in_the_writer(tmp_path, monkeypatch):
-    read: list[str] = []
-    counted = lambda path: (read.append(path.name), read_manifest(path))[1]  # noqa: E731
-    monkeypatch.setattr("windlass.checkpoint.format.read_manifest", counted)
-    for attempt in ("a", "b"):
-        writer = Writer(tmp_path / "checkpoints", attempt=attempt)
-        for step in (1, 2, 3):
-            commit(writer, step)
-        assert read == ([] if attempt == "a" else [f"step-0000000{s}" for s in (1, 2, 3)])
 
 
 def test_a_full_disk_is_answered_with_the_bytes_and_the_reserve_apart(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ from torch import nn
 from bare_trainer import bare_trainer
 from helpers import refused
 from windlass.optim.average import Average
-from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 
 STEPS = 12

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from helpers import refused
-from windlass.parallel.dist import by_hosts, choose_device, interface_to
-from windlass.parallel.env import DistEnv, detect_env
+from windlass.parallel.connect import choose_device, interface_to
+from windlass.parallel.env import DistEnv, by_hosts, detect_env
 
 
 def variables(text: str) -> dict[str, str]:

@@ -11,8 +11,9 @@ import torch
 
 from helpers import command, windlass
 from windlass.estimate.collectives import Collective
-from windlass.parallel.dist import Ranks
+from windlass.estimate.rank import Collective
 from windlass.parallel.env import DistEnv
+from windlass.parallel.ranks import Ranks
 from windlass.preflight import check as preflight
 from windlass.preflight import findings
 from windlass.preflight.check import PROBE_BYTES, Check, probe_disks, services, slowest

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from windlass.errors import UserError
-from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.training import checks
 

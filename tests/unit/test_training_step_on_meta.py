@@ -16,9 +16,9 @@ from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
 from windlass.model.gpt import GPT
 from windlass.model.size import CHUNK_BYTES
-from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import checkpoint_activations
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.training import trainer as training
 

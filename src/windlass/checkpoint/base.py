@@ -16,7 +16,7 @@ from windlass.model.sharding import is_fsdp
 from windlass.recipe import Recipe
 
 if TYPE_CHECKING:
-    from windlass.parallel.dist import Ranks
+    from windlass.parallel.ranks import Ranks
 
 
 def base_of(

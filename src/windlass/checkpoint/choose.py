@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windlass.checkpoint.format import (
-    DIGEST,
     MANIFEST,
-    STEP_DIR,
     Checkpoint,
     Count,
     Manifest,
     checkpoints_in,
-    is_whole,
-    names_in,
     read_checkpoint,
 )
 from windlass.errors import UserError, argument
@@ -34,7 +30,7 @@ from windlass.telemetry.measures import LOSS
 from windlass.telemetry.summary import Scores, scores_by_step
 
 if TYPE_CHECKING:
-    from windlass.parallel.dist import Ranks
+    from windlass.parallel.ranks import Ranks
 
 # The reason of a checkpoint: it was due; the best so far; the run had to stop; the end of the run.
 PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
@@ -240,41 +236,6 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoin
     choice = first_undamaged(named_candidates(source), ranks)
     assert choice is not None
     return choice
-
-
-def recover(directory: Path, files: Files | None = None) -> list[str]:
-    """Remove temporary directories from a run's `checkpoints`, and give a checkpoint its name back
-    if the save in its place was interrupted; returns a note on each."""
-    files, notes = files or Files(), list[str]()
-    for name in names_in(directory):
-        path = directory / name
-        if name.startswith("."):
-            files.remove_tree(path)
-            if name.startswith(".saving-"):
-                step = int(name.split("-")[1])
-                notes.append(f"removed the files of an interrupted save of step {step}")
-        elif STEP_DIR.match(name) and path.is_dir() and not is_whole(path):
-            files.remove_tree(path)
-            notes.append(f"removed the rest of {name}: its removal had been interrupted")
-    for name in names_in(directory):
-        if name.endswith(".replaced") and STEP_DIR.match(name):
-            successor = directory / name.removesuffix(".replaced")
-            if is_whole(successor) and not read_checkpoint(successor).problem:
-                discard(directory / name, files)
-            else:
-                discard(successor, files)
-                files.rename(directory / name, successor)
-                files.sync_dir(directory)
-                notes.append(f"restored {successor.name}: a save in its place was interrupted")
-    return notes
-
-
-def discard(path: Path, files: Files) -> None:
-    """Remove a checkpoint: first its digest, durably, so that a kill leaves it temporary."""
-    if is_whole(path):
-        files.unlink(path / DIGEST)
-        files.sync_dir(path)
-    files.remove_tree(path)
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def check(
         from windlass.launch.local import launch as launch_local
 
         return launch_local([*WINDLASS, *sys.argv[1:]], world)
-    from windlass.parallel.dist import exit_now
+    from windlass.parallel.ranks import exit_now
     from windlass.preflight.check import check as run_check
 
     def show(text: str) -> None:

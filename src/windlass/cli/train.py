@@ -154,7 +154,8 @@ def verify(
     device = torch.cuda.get_device_name(0) if cuda else f"CPU {platform.machine()}"
     conditions = (
         f"bits are compared for equal world, micro-batch, threads and versions (torch "
-        f"{torch.__version__}, {device}), with train.deterministic=true and train.compile=false"
+        f"{torch.__version__}, {device}), with train.deterministic={str(cuda).lower()} and "
+        "train.compile=false"
     )
     if not json_:
         number = len(names or verification.PROOFS)

@@ -32,7 +32,7 @@ from windlass.errors import UserError, plural
 from windlass.recipe import DataSettings, Recipe
 
 if TYPE_CHECKING:
-    from windlass.parallel.dist import Ranks
+    from windlass.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe
 
 if TYPE_CHECKING:
-    from windlass.parallel.dist import Ranks
+    from windlass.parallel.ranks import Ranks
 
 BPE_CHARACTERS = 50_000_000  # of the corpus at most, from which byte pairs are learned
 # A character tokenizer needs the characters of the plain layout and of a question's prompt, too.

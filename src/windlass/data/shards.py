@@ -33,7 +33,7 @@ from windlass.fileio import (
 )
 
 if TYPE_CHECKING:
-    from windlass.parallel.dist import Ranks
+    from windlass.parallel.ranks import Ranks
 
 FORMAT = 8
 INDEX, LOCK, VERIFIED = "index.json", ".lock", "verified.json"

@@ -21,8 +21,8 @@ from windlass.errors import UserError
 from windlass.evaluation.passes import PLAIN, Passes
 from windlass.model.build import casting_once, evaluating
 from windlass.parallel.collectives import max_async
-from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, varying_shapes
+from windlass.parallel.ranks import Ranks, alone
 from windlass.seeds import seed_bytes
 
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete

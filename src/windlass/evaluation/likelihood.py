@@ -27,8 +27,8 @@ from windlass.model.attention import documents_of
 from windlass.model.build import casting_once, evaluating, scalar
 from windlass.model.loss import SourceSums, takes_sources
 from windlass.parallel.collectives import sum_async, sum_over_stages
-from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
+from windlass.parallel.ranks import Ranks
 from windlass.recipe.settings import IGNORE_INDEX
 
 HELLASWAG = "hf:Rowan/hellaswag"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.parallel.collectives import max_async
-from windlass.parallel.dist import Ranks
+from windlass.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from windlass.model.adapters import CONFIG as ADAPTER
 from windlass.model.adapters import adapter_settings, fill_from_adapter
 from windlass.model.build import build_model, own_module
 from windlass.model.gpt import initialise
-from windlass.parallel.dist import Ranks, alone
 from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.parallel.ranks import Ranks, alone
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run

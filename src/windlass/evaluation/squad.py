@@ -14,8 +14,8 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import BATCH, Sampling, generate_divided, window
 from windlass.evaluation.passes import PLAIN, Passes
-from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
+from windlass.parallel.ranks import Ranks
 
 MAX_ANSWER_CHARACTERS = 160  # one of a thousand answers in SQuAD is longer
 PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -26,7 +26,7 @@ from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
 from windlass.model.adapters import export_adapter
 from windlass.model.quantised import Linear4bit
-from windlass.parallel.dist import alone
+from windlass.parallel.ranks import alone
 from windlass.recipe import Changes
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import LOSS_SUITE

@@ -13,7 +13,7 @@ from windlass.checkpoint.format import Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.errors import UserError
 from windlass.model.adapters import CONFIG, adapter_settings, fill_from_adapter
-from windlass.parallel.dist import Ranks
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.layers import typed
 from windlass.recipe.network import LoraSettings

@@ -1,20 +1,108 @@
-"""Collectives outside the model: the gradient norm on the device; counts and flags over gloo."""
+"""The collectives of a step: inside the model, of counts and flags, and of gradients.
+
+Pipelines exchange messages as well (`pipeline.py`); DDP and FSDP2 reduce gradients by themselves.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 
-from windlass.model.sharding import cut_of, local_part
-from windlass.parallel.dist import Ranks
+from windlass.model.sharding import Peers, collective, cut_of, local_part
+
+if TYPE_CHECKING:
+    from windlass.parallel.ranks import Ranks
 
 AT_ONCE = 2**16  # elements of a gradient whose squares torch adds up alone (on a CPU)
 CHUNK = 4096  # elements of a larger one whose squares are added in its own precision
+
+# -- Inside the model: torch's functional collectives, which `torch.compile` traces.
+
+
+def gather(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """The parts of all ranks, along a dimension."""
+    parts = collective.all_gather_into_tensor(x.contiguous(), peers.size, peers.group)
+    parts = collective.wait_tensor(parts)
+    return parts if dim == 0 else torch.cat(parts.chunk(peers.size), dim)
+
+
+def scatter(x: Tensor, dim: int, peers: Peers) -> Tensor:
+    """This rank's part, along a dimension, of the sum over all ranks."""
+    x = x.contiguous() if dim == 0 else torch.cat(x.chunk(peers.size, dim))
+    part = collective.reduce_scatter_tensor(x, "sum", peers.size, peers.group)
+    return collective.wait_tensor(part)  # type: ignore[no-any-return]
+
+
+def exchange(x: Tensor, peers: Peers) -> Tensor:
+    """Part i of the first dimension goes to rank i, and part j comes from rank j."""
+    each = [1] * peers.size
+    parts = collective.all_to_all_single(x.contiguous(), each, each, peers.group)
+    return collective.wait_tensor(parts)  # type: ignore[no-any-return]
+
+
+class Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, peers: Peers) -> Tensor:
+        ctx.how = dim, peers
+        return gather(x, dim, peers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return scatter(grad, *ctx.how), None, None
+
+
+class Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, peers: Peers) -> Tensor:
+        ctx.how = dim, peers
+        return scatter(x, dim, peers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return gather(grad, *ctx.how), None, None
+
+
+class Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return exchange(x, peers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return exchange(grad, ctx.peers), None
+
+
+class Copy(Function):
+    """The same tensor; the backward pass adds up the gradients of the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.peers.add_up(grad), None
+
+
+class Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        return peers.add_up(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+# -- Of counts and flags, over gloo while the step computes.
 
 
 class Pending:
@@ -32,7 +120,8 @@ class Pending:
     def wait(self) -> list[float]:
         if self._work is not None:
             self._work.wait()
-            self._reduced, self._work = self._numbers.tolist(), None
+            self._reduced = self._numbers.tolist()
+            self._work = None
         return self._reduced
 
 
@@ -45,17 +134,53 @@ def count_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
     return sum_async([ranks.mesh.counts_rows * number for number in numbers], ranks)
 
 
+def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
+    """Begin to take the largest of each flag over all ranks, so that they act together."""
+    return Pending(flags, ranks.mesh.all_ranks, dist.ReduceOp.MAX)
+
+
+# -- Of losses and gradients, in place, on their device.
+
+
 def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Add up a tensor over the ranks that see different tokens, in place and on its device."""
+    """Add up a tensor over the ranks that see different tokens."""
     on_host = tensor.device.type == "cpu"
     if group := ranks.mesh.loss_ranks if on_host else ranks.mesh.loss_group:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
-    """Begin to take the largest of each flag over all ranks, so that they act together."""
-    return Pending(flags, ranks.mesh.all_ranks, dist.ReduceOp.MAX)
+def sum_over_all_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
+    if group := ranks.mesh.all_ranks:
+        dist.all_reduce(tensor, group=group if tensor.device.type == "cpu" else dist.group.WORLD)
+    return tensor
+
+
+def sum_over_stages(tensor: Tensor, ranks: Ranks) -> Tensor:
+    if ranks.mesh.pp is not None:
+        dist.all_reduce(tensor, group=ranks.mesh.pp)
+    return tensor
+
+
+def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    sums = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [s.view_as(t) for s, t in zip(sums, tensors, strict=True)])
+
+
+def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
+    """After the backward pass: add up the gradients of parameters that `tp` does not cut.
+
+    Its ranks have seen other tokens (`parallel.sequence`) or other heads (norms of queries).
+    """
+    if ranks.mesh.tp is None:
+        return
+    trained = [p for p in dict.fromkeys(parameters) if p.grad is not None and not cut_of(p)]
+    every = ranks.mesh.sequence
+    partial = (p.grad for p in trained if every or hasattr(p, "has_partial_gradient"))
+    for grads in _by_kind(partial).values():
+        sum_together(grads, ranks.mesh.tp)
 
 
 def norm_and_sum(
@@ -81,37 +206,27 @@ def norm_and_sum(
     return total.sqrt().to(torch.float64 if double else torch.float32), number
 
 
-def sum_over_all_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
-    if group := ranks.mesh.all_ranks:
-        dist.all_reduce(tensor, group=group if tensor.device.type == "cpu" else dist.group.WORLD)
-    return tensor
+def _square_sum(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares of this rank's part of gradients, a float64 scalar on `device`.
 
-
-def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """After the backward pass: add up the gradients of parameters that `tp` does not cut.
-
-    Its ranks have seen other tokens (`parallel.sequence`) or other heads (norms of queries).
+    On a CPU torch's norm over 38 million float32 elements is wrong by 0.27 %, with chunks by 2e-9.
     """
-    if ranks.mesh.tp is None:
-        return
-    trained = [p for p in dict.fromkeys(parameters) if p.grad is not None and not cut_of(p)]
-    every = ranks.mesh.sequence
-    partial = (p.grad for p in trained if every or hasattr(p, "has_partial_gradient"))
-    for grads in _by_kind(partial).values():
-        sum_together(grads, ranks.mesh.tp)
-
-
-def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    sums = flat.split([tensor.numel() for tensor in tensors])
-    torch._foreach_copy_(tensors, [s.view_as(t) for s, t in zip(sums, tensors, strict=True)])
-
-
-def sum_over_stages(tensor: Tensor, ranks: Ranks) -> Tensor:
-    if ranks.mesh.pp is not None:
-        dist.all_reduce(tensor, group=ranks.mesh.pp)
-    return tensor
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (where, dtype), local in _by_kind(grads).items():
+        wide = torch.promote_types(dtype, torch.float32)
+        most = AT_ONCE if where.type == "cpu" else math.inf
+        norms = list[Tensor]()
+        rests = [g for g in local if g.numel() <= most]
+        for g in (g.reshape(-1) for g in local if g.numel() > most):
+            chunked = g.numel() // CHUNK * CHUNK
+            chunks = g[:chunked].view(-1, CHUNK)
+            norms.append(torch.linalg.vector_norm(chunks, dim=1, dtype=wide))
+            rests.append(g[chunked:])
+        if rests := [g for g in rests if g.numel()]:
+            norms.append(torch.stack(torch._foreach_norm(rests, 2, dtype=wide)))
+        if norms:
+            total += torch.cat(norms).double().square().sum().to(device, non_blocking=True)
+    return total
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
@@ -126,25 +241,3 @@ def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
     for grad in grads:
         kinds.setdefault((grad.device, grad.dtype), []).append(local_part(grad))
     return kinds
-
-
-def _square_sum(grads: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of this rank's part of gradients, a float64 scalar on `device`.
-
-    On a CPU torch's norm over 38 million float32 elements is wrong by 0.27 %, with chunks by 2e-9.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for (where, dtype), local in _by_kind(grads).items():
-        wide, norms = torch.promote_types(dtype, torch.float32), list[Tensor]()
-        most = AT_ONCE if where.type == "cpu" else math.inf
-        rests = [g for g in local if g.numel() <= most]
-        for g in (g.reshape(-1) for g in local if g.numel() > most):
-            chunked = g.numel() // CHUNK * CHUNK
-            chunks = g[:chunked].view(-1, CHUNK)
-            norms.append(torch.linalg.vector_norm(chunks, dim=1, dtype=wide))
-            rests.append(g[chunked:])
-        if rests := [g for g in rests if g.numel()]:
-            norms.append(torch.stack(torch._foreach_norm(rests, 2, dtype=wide)))
-        if norms:
-            total += torch.cat(norms).double().square().sum().to(device, non_blocking=True)
-    return total

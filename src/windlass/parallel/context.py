@@ -16,90 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from windlass.model.attention import Documents, Spans, attend, dropout_mask, masked_attention
 from windlass.model.gpt import GPT, Block, Pass
 from windlass.model.sharding import Peers
+from windlass.parallel.collectives import Exchange, Gather, gather
 from windlass.recipe.settings import IGNORE_INDEX
-
-collective = torch.ops._c10d_functional
-
-
-def gather(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    """The parts of all ranks, along a dimension."""
-    parts = collective.all_gather_into_tensor(x.contiguous(), peers.size, peers.group)
-    parts = collective.wait_tensor(parts)
-    return parts if dim == 0 else torch.cat(parts.chunk(peers.size), dim)
-
-
-def scatter(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    x = x.contiguous() if dim == 0 else torch.cat(x.chunk(peers.size, dim))
-    part = collective.reduce_scatter_tensor(x, "sum", peers.size, peers.group)
-    return collective.wait_tensor(part)  # type: ignore[no-any-return]
-
-
-def exchange(x: Tensor, peers: Peers) -> Tensor:
-    """Part i of the first dimension goes to rank i, and part j comes from rank j."""
-    each = [1] * peers.size
-    parts = collective.all_to_all_single(x.contiguous(), each, each, peers.group)
-    return collective.wait_tensor(parts)  # type: ignore[no-any-return]
-
-
-class Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, peers: Peers) -> Tensor:
-        ctx.how = dim, peers
-        return gather(x, dim, peers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return scatter(grad, *ctx.how), None, None
-
-
-class Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, peers: Peers) -> Tensor:
-        ctx.how = dim, peers
-        return scatter(x, dim, peers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather(grad, *ctx.how), None, None
-
-
-class Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return exchange(x, peers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return exchange(grad, ctx.peers), None
-
-
-class Copy(Function):
-    """The same tensor; the backward pass adds up the gradients of the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.peers.add_up(grad), None
-
-
-class Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        return peers.add_up(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
 
 
 class TokenPart(NamedTuple):
@@ -129,35 +51,60 @@ class TokenPart(NamedTuple):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
         """Causal attention [B, H, T, E] of this rank's heads and tokens, with dropout at `rate`."""
-        c, keep, (H, K) = self.context, None, (q.shape[1], k.shape[1])
-        if rate:  # this rank's slice of the mask of all heads
-            first, of_all = (self.tensor.rank * H, self.tensor.size * H) if self.tensor else (0, H)
-            whole = dropout_mask((q.shape[0], of_all, self.length, self.length), rate, q)
-            keep = whole[:, first : first + H]
-        if c is None:
+        keep = self.kept(q, rate) if rate else None
+        if self.context is None:
             return causal(q, k, v, keep, self.masks[0])
         if len(self.masks) == 1:
-            parts = [x.unflatten(1, (c.size, -1)).movedim(1, 0) for x in (q, k, v)]
-            here = Exchange.apply(torch.cat(parts, 2), c)  # [ranks, B, H + 2K of a rank, T, E]
-            each = [H // c.size, K // c.size, K // c.size]
-            # [B, heads of a rank, all tokens, E]
-            q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in here.split(each, dim=2))
-            if keep is not None:
-                keep = keep[:, c.rank * each[0] : (c.rank + 1) * each[0]]
-            y = causal(q, k, v, keep, self.masks[0])
-            y = Exchange.apply(y.unflatten(2, (c.size, -1)).movedim(2, 0), c)
-            return y.movedim(0, 1).flatten(1, 2)
+            return self.by_heads(q, k, v, keep, self.context)
+        return self.by_keys(q, k, v, keep, self.context)
+
+    def kept(self, q: Tensor, rate: float) -> Tensor:
+        """The dropout mask of this rank's heads [B, H, length, length]: a slice of the whole one."""
+        H = q.shape[1]
+        heads, first = H, 0
+        if self.tensor is not None:
+            heads, first = self.tensor.size * H, self.tensor.rank * H
+        whole = dropout_mask((q.shape[0], heads, self.length, self.length), rate, q)
+        return whole[:, first : first + H]
+
+    def by_heads(self, q: Tensor, k: Tensor, v: Tensor, keep: Any, ranks: Peers) -> Tensor:
+        """Exchange this rank's tokens of all heads for all tokens of some heads, and back."""
+        parts = [x.unflatten(1, (ranks.size, -1)).movedim(1, 0) for x in (q, k, v)]
+        here = Exchange.apply(torch.cat(parts, 2), ranks)  # [ranks, B, H + 2K of a rank, T, E]
+        # [B, heads of a rank, all tokens, E]
+        heads = [part.shape[2] for part in parts]
+        q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in here.split(heads, dim=2))
+        if keep is not None:
+            keep = keep[:, ranks.rank * heads[0] : (ranks.rank + 1) * heads[0]]
+        y = causal(q, k, v, keep, self.masks[0])
+        y = Exchange.apply(y.unflatten(2, (ranks.size, -1)).movedim(2, 0), ranks)
+        return y.movedim(0, 1).flatten(1, 2)
+
+    def by_keys(self, q: Tensor, k: Tensor, v: Tensor, keep: Any, ranks: Peers) -> Tensor:
+        """Gather all keys and values for this rank's early and late part of the queries."""
+        K, size = k.shape[1], q.shape[2] // 2
         # [T, ...]: the parts of rank 0, which are parts 0 and 2 n - 1 of the row, of rank 1, ...
-        chunks = Gather.apply(torch.cat([k, v], 1).movedim(2, 0), 0, c).chunk(2 * c.size)
+        chunks = Gather.apply(torch.cat([k, v], 1).movedim(2, 0), 0, ranks).chunk(2 * ranks.size)
         k, v = torch.cat([*chunks[::2], *chunks[::-2]]).movedim(0, 2).split([K, K], dim=1)
-        outputs, size = [], q.shape[2] // 2
-        for number, part in enumerate((c.rank, 2 * c.size - 1 - c.rank)):
+        outputs = []
+        for number, part in enumerate((ranks.rank, 2 * ranks.size - 1 - ranks.rank)):
             stop = (part + 1) * size
             some = None if keep is None else keep[:, :, part * size : stop]
             mine = q[:, :, number * size : (number + 1) * size]
             mask = self.masks[number]
             outputs.append(causal(mine, k[:, :, :stop], v[:, :, :stop], some, mask))
         return torch.cat(outputs, 2)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: Any = None) -> Tensor:
+    """Attention of the last T of S tokens; `keep` [B, H, T, S]: dropout mask without padding."""
+    T, S = q.shape[2], k.shape[2]
+    if keep is None and isinstance(mask, Spans):
+        return mask.attention(q, k, v)
+    if keep is None:
+        return attend(q, k, v, mask, mask is None)
+    keep = F.pad(keep[..., :S], (0, max(0, S - keep.shape[3]), 0, T - keep.shape[2]))
+    return masked_attention(q, k, v, keep, mask.mask if isinstance(mask, Spans) else None)
 
 
 class DividedBlock(Block):
@@ -193,11 +140,13 @@ class DividedGPT(GPT):
         within: Callable[[int, int], Spans] | None = None,
     ) -> TokenPart:
         """This rank's part of rows; rows without labels are whole, as logits need them."""
-        context, parts, mine = self.context_ranks if has_labels else None, 1, [0]
+        context = self.context_ranks if has_labels else None
+        parts, mine = 1, [0]
         if context is not None:
-            by_heads = next(iter(self.blocks)).attn.kv_heads % context.size == 0  # type: ignore
-            parts = context.size if by_heads else 2 * context.size
-            mine = [context.rank] if by_heads else [context.rank, parts - 1 - context.rank]
+            parts, mine = context.size, [context.rank]
+            if next(iter(self.blocks)).attn.kv_heads % context.size:  # type: ignore[union-attr]
+                parts = 2 * context.size
+                mine = [context.rank, parts - 1 - context.rank]
         tensor = self.tensor_ranks
         streams = tensor.size if tensor is not None and self.sequence and self.training else 1
         multiple = streams // math.gcd(streams, len(mine))  # `streams` divides a rank's tokens
@@ -227,14 +176,3 @@ class DividedGPT(GPT):
         if here.labels is None and ranks is not None:
             x = gather(x, 1, ranks)[:, : here.spans.length]  # logits need no gradient
         return super().end(x, here, *args)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: Any = None) -> Tensor:
-    """Attention of the last T of S tokens; `keep` [B, H, T, S]: dropout mask without padding."""
-    T, S = q.shape[2], k.shape[2]
-    if keep is None and isinstance(mask, Spans):
-        return mask.attention(q, k, v)
-    if keep is None:
-        return attend(q, k, v, mask, mask is None)
-    keep = F.pad(keep[..., :S], (0, max(0, S - keep.shape[3]), 0, T - keep.shape[2]))
-    return masked_attention(q, k, v, keep, mask.mask if isinstance(mask, Spans) else None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from windlass.errors import UserError
 from windlass.launch.schedulers import SCHEDULERS, find_job
@@ -83,14 +83,7 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
 
     A launcher's single task is a plain process.
     """
-    scheduler = next((name for name, one in SCHEDULERS.items() if one.step(environ)), "none")
-    launcher = next((name for name, signs in SIGNS.items() if signs & environ.keys()), scheduler)
-    if launcher == "environment" and "TORCHELASTIC_RUN_ID" in environ:
-        launcher = "torchrun"
-    if launcher in ("mpi", "openmpi") and scheduler != "none":
-        numbers = (_first(environ, VARIABLES[scheduler][name]) for name in ("rank", "world"))
-        if tuple(numbers) == (environ.get("PMI_RANK"), environ.get("PMI_SIZE")):
-            launcher = scheduler  # srun's own PMI, which names no hosts
+    launcher = find_launcher(environ)
     if launcher == "none":
         return DistEnv()
     names = VARIABLES[launcher]
@@ -101,25 +94,49 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     rank, world, nodes = number("rank"), number("world"), number("nodes", 0)
     local_world = max(1, number("local_world", -(-world // max(1, nodes))))
     nodes = nodes or -(-world // local_world)
-    node, local_rank = number("node", rank // local_world), number("local_rank", rank % local_world)
-    step = SCHEDULERS[launcher].step(environ) if launcher in SCHEDULERS else None
-    if step:  # hosts may have unequal numbers of tasks
-        counts = step.per_host
-        local_world = counts[node] if node < len(counts) and sum(counts) == world else local_world
-    addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
-    job = _first(environ, names["job"]) or find_job(environ)[1] if "job" in names else ""
-    number_of_step = _first(environ, names.get("step", ""))
-    # the same on all ranks of the job
-    derived = FIRST_PORT + zlib.crc32(f"{job}.{number_of_step}".encode()) % PORTS
-    port = _number(environ, "MASTER_PORT", None if names is TORCH and world > 1 else derived)
-    attempt = number("attempt", 0)
+    node = number("node", rank // local_world)
+    local_rank = number("local_rank", rank % local_world)
+    if launcher in SCHEDULERS and (step := SCHEDULERS[launcher].step(environ)):
+        counts = step.per_host  # hosts may have unequal numbers of tasks
+        if node < len(counts) and sum(counts) == world:
+            local_world = counts[node]
     if not (rank < world and local_rank < local_world <= world):
         here = f"on its host rank {local_rank} of {local_world}"
         problem = f"the environment ({launcher}) says rank {rank} of {world}, and {here}"
         raise UserError(f"{problem}; ranks count from 0")
+    attempt = number("attempt", 0)
     if world == 1 and names is not TORCH:
         return DistEnv(attempt=attempt)
+    addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
+    port = None  # must be given
+    if names is not TORCH or world == 1:  # the same on all ranks of the job
+        job = _first(environ, names["job"]) or find_job(environ)[1] if "job" in names else ""
+        step_number = _first(environ, names.get("step", ""))
+        port = FIRST_PORT + zlib.crc32(f"{job}.{step_number}".encode()) % PORTS
+    port = _number(environ, "MASTER_PORT", port)
     return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, attempt)
+
+
+def find_launcher(environ: Mapping[str, str]) -> str:
+    """The innermost launcher that started this process: a key of VARIABLES, or `none`."""
+    scheduler = next((name for name, one in SCHEDULERS.items() if one.step(environ)), "none")
+    launcher = next((name for name, signs in SIGNS.items() if signs & environ.keys()), scheduler)
+    if launcher == "environment" and "TORCHELASTIC_RUN_ID" in environ:
+        return "torchrun"
+    if launcher in ("mpi", "openmpi") and scheduler != "none":
+        numbers = [_first(environ, VARIABLES[scheduler][name]) for name in ("rank", "world")]
+        if numbers == [environ.get("PMI_RANK"), environ.get("PMI_SIZE")]:
+            return scheduler  # srun's own PMI, which names no hosts
+    return launcher
+
+
+def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
+    """`env` with the node and local numbers that follow from every rank's host."""
+    own, order = hosts[env.rank], list(dict.fromkeys(hosts))
+    local_rank, local_world = hosts[: env.rank].count(own), hosts.count(own)
+    return replace(
+        env, node=order.index(own), nodes=len(order), local_rank=local_rank, local_world=local_world
+    )
 
 
 def _first_host(environ: Mapping[str, str], nodes: int) -> str:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,19 +34,36 @@ HAS_COLLECTIVES = (*ORDER[1:], "evaluation", "sample")  # a user's callbacks may
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class Beat:
+    """Where a rank is in the run, since when (Unix time), and how many beats it has made."""
+
+    rank: int
+    host: str
+    step: int
+    phase: str
+    since: float = 0.0
+    place: str = ""
+    count: int = 0
+
+    def failure(self, why: str) -> Failure:
+        where = (self.rank, self.host, self.step, self.phase)
+        return Failure(*where, why, time.time(), lost=True, place=self.place)
+
+
 class Heartbeat:
     """The watching thread of one rank, with a connection to the store of its own."""
 
     def __init__(self, status: RankStatus, env: DistEnv, store: dist.Store, interval: float):
-        self.status, self.env, self.store, self.interval = status, env, store.clone(), interval
+        self.status, self.env, self.interval = status, env, interval
+        self.store = store.clone()
         self.failure: Failure | None = None  # the first one that this rank has heard of
-        self._watched = list(range(1, env.world)) if env.rank == 0 else [0]
-        # By watched rank: its last new beat, and when.
-        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self.progress_seconds = math.inf  # of a collective; rank 0 judges progress by it
-        # By rank: its last new place in the run, and when.
-        self._still: dict[int, tuple[Any, float]] = {}
-        self._count, self._over = 0, threading.Event()
+        self._watched = list(range(1, env.world)) if env.rank == 0 else [0]
+        self._beats: dict[int, Beat] = {}  # the last one of each watched rank
+        self._seen: dict[tuple[str, int], tuple[Any, float]] = {}  # a rank's value, and since when
+        self._count = 0  # beats of this rank
+        self._over = threading.Event()
         self._beat()
 
     def start(self) -> None:
@@ -64,8 +81,7 @@ class Heartbeat:
                 break
             time.sleep(0.02)
         if not first:
-            report = json.dumps(asdict(failure))
-            text = within(EXIT_SECONDS, lambda: self.store.compare_set("failure", "", report))
+            text = within(EXIT_SECONDS, partial(self._set_failure, failure))
             first = Failure(**json.loads(text)) if text else failure
         self.failure = first
         within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
@@ -76,14 +92,10 @@ class Heartbeat:
 
     def last_seen(self) -> str:
         """The last beat of each other rank."""
-        keys = [f"beat/{rank}" for rank in range(self.env.world)]
-        raw = within(EXIT_SECONDS, lambda: self.store.multi_get(keys)) or []
+        others = [rank for rank in range(self.env.world) if rank != self.env.rank]
+        beats = within(EXIT_SECONDS, lambda: self._read(others)) or []
         now = time.time()
-        return "; ".join(
-            str(_failure(beat, f"for {now - beat['since']:.0f} s"))
-            for beat in map(json.loads, raw)
-            if beat["rank"] != self.env.rank
-        )
+        return "; ".join(str(beat.failure(f"for {now - beat.since:.0f} s")) for beat in beats)
 
     def _run(self) -> None:
         beat_due, before = 0.0, time.monotonic()
@@ -92,14 +104,14 @@ class Heartbeat:
             if now - before > 3 * self.interval:  # this process was suspended, so nobody is late
                 self._seen.clear()
             watch = now >= beat_due
-            beat_due = now + self.interval if watch else beat_due
+            if watch:
+                beat_due = now + self.interval
             answered = within(self.interval * MISSED, partial(self._poll, watch))
             before = time.monotonic()
             if not answered and not self._over.is_set():
-                unseen = {"rank": 0, "host": self.env.addr, "step": self.status.step}
-                beat, _ = self._seen.get(0, (unseen | {"phase": "unknown", "place": ""}, 0.0))
+                unseen = Beat(0, self.env.addr, self.status.step, "unknown")
                 why = f"its store did not answer for {before - now:.0f} s"
-                self.failure = self.failure or _failure(beat, why)
+                self.failure = self.failure or self._beats.get(0, unseen).failure(why)
             if self.failure and not self._over.wait(EXIT_SECONDS):
                 # The main thread did not end by itself: it waits in a collective.
                 end = self.status.failure(f"it ends, because the run lost {self.failure}")
@@ -109,44 +121,52 @@ class Heartbeat:
 
     def _poll(self, watch: bool) -> bool:
         if watch:
-            ours = self._beat()
-            beats = self.store.multi_get([f"beat/{rank}" for rank in self._watched])
-            for rank, beat in zip(self._watched, map(json.loads, beats), strict=True):
-                now = time.monotonic()
-                last, since = self._seen.get(rank, ({}, now))
-                if last.get("count") != beat["count"]:
-                    self._seen[rank] = (beat, now)
-                elif now - since >= self.interval * MISSED:
-                    if self.store.check([f"done/{rank}"]):
-                        continue
-                    lost = _failure(beat, f"no heartbeat for {now - since:.0f} s")
-                    self.store.compare_set("failure", "", json.dumps(asdict(lost)))
+            ours, others = self._beat(), self._read(self._watched)
+            for beat in others:
+                self._beats[beat.rank] = beat
+                silent = self._unchanged("count", beat.rank, beat.count)
+                if silent >= self.interval * MISSED and not self.store.check([f"done/{beat.rank}"]):
+                    self._set_failure(beat.failure(f"no heartbeat for {silent:.0f} s"))
             if self.env.rank == 0:
-                self._judge_progress([ours, *map(json.loads, beats)])
+                self._judge_progress([ours, *others])
         self.failure = self.failure or self._reported()
         if self.failure:
             self.store.set(f"heard/{self.env.rank}", "1")
         return True
 
-    def _judge_progress(self, beats: Sequence[dict[str, Any]]) -> None:
-        now = time.monotonic()
-        for beat in beats:
-            place = (beat["step"], beat["phase"], beat["since"])
-            if self._still.get(beat["rank"], (None, 0.0))[0] != place:
-                self._still[beat["rank"]] = (place, now)
-        still = [now - self._still[beat["rank"]][1] for beat in beats]
+    def _judge_progress(self, beats: Sequence[Beat]) -> None:
+        places = [(beat.step, beat.phase, beat.since) for beat in beats]
+        ranks = [beat.rank for beat in beats]
+        still = [self._unchanged("place", *pair) for pair in zip(ranks, places, strict=True)]
         # Three intervals before NCCL: a change is seen up to one late, and the end takes up to one.
         limit = max(self.progress_seconds - 3 * self.interval, self.progress_seconds / 2)
         if (number := behind(beats, still, limit)) is not None:
             seconds = f"{still[number]:.0f} s"
             why = f"no progress for {seconds}, while others wait (parallel.timeout_seconds)"
-            self.store.compare_set("failure", "", json.dumps(asdict(_failure(beats[number], why))))
+            self._set_failure(beats[number].failure(why))
 
-    def _beat(self) -> dict[str, Any]:
+    def _unchanged(self, what: str, rank: int, value: Any) -> float:
+        """The seconds for which this rank has seen the same value of another rank."""
+        now = time.monotonic()
+        before, since = self._seen.get((what, rank), (None, now))
+        if before != value:
+            self._seen[what, rank] = (value, now)
+            return 0.0
+        return now - since
+
+    def _beat(self) -> Beat:
         self._count += 1
-        beat = {"count": self._count, **self.status.fields()}
-        self.store.set(f"beat/{self.env.rank}", json.dumps(beat))
+        beat = Beat(**self.status.fields(), count=self._count)
+        self.store.set(f"beat/{self.env.rank}", json.dumps(asdict(beat)))
         return beat
+
+    def _read(self, ranks: Sequence[int]) -> list[Beat]:
+        texts = self.store.multi_get([f"beat/{rank}" for rank in ranks])
+        return [Beat(**json.loads(text)) for text in texts]
+
+    def _set_failure(self, failure: Failure) -> bytes:
+        """Report a failure, if it is the first; returns the first as JSON."""
+        return self.store.compare_set("failure", "", json.dumps(asdict(failure)))
 
     def _reported(self) -> Failure | None:
         if not self.store.check(["failure"]):
@@ -154,21 +174,18 @@ class Heartbeat:
         return Failure(**json.loads(self.store.get("failure")))
 
 
-def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float) -> int | None:
+def behind(beats: Sequence[Beat], still: Sequence[float], limit: float) -> int | None:
     """The number of the beat whose rank is behind all, if one stood `still` for `limit` s."""
     pairs = zip(beats, still, strict=True)
-    if not any(s >= limit and beat["phase"] in HAS_COLLECTIVES for beat, s in pairs):
+    if not any(s >= limit and beat.phase in HAS_COLLECTIVES for beat, s in pairs):
         return None
-    place = {phase: number for number, phase in enumerate(ORDER)}
-    return min(
-        range(len(beats)),
-        key=lambda n: (beats[n]["step"], place.get(beats[n]["phase"], len(ORDER)), -still[n]),
-    )
 
+    def place(number: int) -> tuple[int, int, float]:
+        beat = beats[number]
+        phase = ORDER.index(beat.phase) if beat.phase in ORDER else len(ORDER)
+        return beat.step, phase, -still[number]
 
-def _failure(beat: dict[str, Any], why: str) -> Failure:
-    place = {key: beat[key] for key in ("rank", "host", "step", "phase", "place")}
-    return Failure(**place, error=why, time=time.time(), lost=True)
+    return min(range(len(beats)), key=place)
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result | None:

@@ -29,7 +29,8 @@ class Mesh:
     """
 
     def __init__(self, sizes: Sizes, rank: int, sequence: bool = False):
-        self.sizes, self.at = sizes, sizes.coordinates(rank)
+        self.sizes = sizes
+        self.at = sizes.coordinates(rank)
         self.sequence = sequence  # whether the ranks of `tp` divide the residual stream along time
         self.data_rank, self.data_world = sizes.data_rank(rank), sizes.data_world
         self.counts_rows = self.at["cp"] == 0  # the ranks of `cp` have the same rows
@@ -64,19 +65,23 @@ class Mesh:
             self.devices = init_device_mesh(device_type, shape, mesh_dim_names=names)
         if not strategy.shards_parameters:
             self.replicas = self.part("dp_replicate", "dp_shard")
-        parts = self.part("tp"), self.part("pp")
-        self.tp, self.pp = (part.get_group() if part else None for part in parts)
+        tensor, pipeline = self.part("tp"), self.part("pp")
+        self.tp = tensor.get_group() if tensor else None
+        self.pp = pipeline.get_group() if pipeline else None
         split: Any = functools.partial(dist.new_subgroups_by_enumeration, timeout=timeout)
         if sizes.cp > 1:
             self.cp = split(self.rows(("cp",)))[0]
         if sizes.data_world * sizes.cp < sizes.world:
             rows = self.rows(LOSS_DIMENSIONS)
-            self.loss_ranks, self.loss_group = split(rows, backend="gloo")[0], split(rows)[0]
+            self.loss_ranks = split(rows, backend="gloo")[0]
+            self.loss_group = split(rows)[0]
 
     def connect_ends(self, timeout: timedelta) -> None:
-        pairs = [[row[0], row[-1]] for row in self.rows(("pp",))]
-        two = self.sizes.pp == 2
-        self.ends = self.pp if two else dist.new_subgroups_by_enumeration(pairs, timeout=timeout)[0]
+        """Create the group of the first and the last stage."""
+        self.ends = self.pp
+        if self.sizes.pp > 2:
+            pairs = [[row[0], row[-1]] for row in self.rows(("pp",))]
+            self.ends = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)[0]
 
     def rows(self, names: Sequence[str]) -> list[list[int]]:
         """The ranks that differ only in some dimensions: one row for each place in the others."""

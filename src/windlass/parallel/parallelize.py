@@ -1,4 +1,4 @@
-"""A model for a device and ranks: precision, activation checkpointing, compile, DDP or FSDP2.
+"""A model for a device and ranks: its division, activation checkpointing, compile, DDP or FSDP2.
 
 Gradients are *summed* over ranks, because a rank's loss is its sum over the *global* number of
 unmasked labels. FSDP2 also gathers embeddings and norms in low precision; no other strategy does.
@@ -21,121 +21,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as recompute
 
 from windlass.errors import UserError
-from windlass.model.attention import HALF
 from windlass.model.build import materialise
 from windlass.model.gpt import GPT
-from windlass.model.hf import HfModel
 from windlass.model.loss import loss_tail
-from windlass.model.quantised import Bf16Embedding, use_float8
-from windlass.model.sharding import Cut, Peers, become, blocks_of, is_fsdp, with_cut
+from windlass.model.quantised import use_float8
+from windlass.model.sharding import Cut, Peers, blocks_of, is_fsdp, with_cut
 from windlass.model.size import unit_blocks
-from windlass.parallel.dist import Ranks
 from windlass.parallel.mesh import Mesh
-from windlass.parallel.pipeline import keep_stages
+from windlass.parallel.pipeline import keep_stages, stage_of
+from windlass.parallel.precision import (
+    LOW,
+    lower_stream,
+    raise_tables_and_norms,
+    resolve_precision,
+)
+from windlass.parallel.ranks import Ranks
 from windlass.parallel.tensor import divide_gpt, divide_hf
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ParallelSettings
 from windlass.recipe.strategies import Strategy
-
-
-def shard(
-    model: nn.Module,
-    blocks: list[nn.Module],
-    ranks: Ranks,
-    settings: ParallelSettings,
-    low: torch.dtype | None,
-) -> None:
-    """FSDP2 over blocks, the model's `ends()`, and the rest; it gathers in the precision `low`.
-
-    Small blocks of a model that runs them in order (it has `ends`) share a unit.
-    """
-    from torch.distributed import fsdp
-
-    pinned = ranks.device.type == "cuda"
-    shard_unit = functools.partial(
-        fsdp.fully_shard,
-        mesh=ranks.mesh.part("dp_replicate", "dp_shard"),
-        offload_policy=fsdp.CPUOffloadPolicy(pinned) if settings.offload else fsdp.OffloadPolicy(),
-        mp_policy=fsdp.MixedPrecisionPolicy(
-            param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
-        ),
-    )
-    ends: Any = getattr(model, "ends", lambda: ([], []))
-    first, last = ends()
-
-    in_order, each = hasattr(model, "ends") and ranks.mesh.pp is None, 1
-    if in_order:
-        each = unit_blocks(len(blocks), sum(p.numel() for b in blocks for p in b.parameters()))
-    units = [blocks[i : i + each] for i in range(0, len(blocks), each)]
-    if first:
-        units.insert(0, first)
-    keeps = ranks.strategy.keeps_gathered
-    for unit in units:  # the backward pass begins with the last one, unless a pipeline waits
-        shard_unit(
-            unit, reshard_after_forward=not keeps and (unit is not units[-1] or not in_order)
-        )
-    if last:
-        shard_unit(last, reshard_after_forward=False)
-    shard_unit(model, reshard_after_forward=False)
-    for module in model.modules():
-        if is_fsdp(module):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo lacks a scaled sum
-    heads: list[Any] = [model, *(unit[0] for unit in units), *last[:1]]
-    ahead, back = settings.forward_prefetch, settings.backward_prefetch
-    for i, unit in enumerate(heads):
-        if ahead:
-            unit.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + ahead])
-        if back and i:
-            unit.set_modules_to_backward_prefetch(heads[max(1, i - back) : i][::-1])
-
-
-def raise_tables_and_norms(model: nn.Module, device: torch.device) -> None:
-    """Have embeddings and norms compute in float32 although their parameters have low precision."""
-    for module in list(model.modules()):
-        kind, vectors = type(module), [p.dim() <= 1 for p in module.parameters()]
-        is_norm = "norm" in kind.__name__.lower() and bool(vectors) and all(vectors)
-        # Our norms raise their own weights; on CUDA autocast raises all.
-        is_foreign = is_norm and not kind.__module__.startswith("windlass.")
-        is_table = isinstance(module, nn.Embedding) and not isinstance(module, Bf16Embedding)
-        if is_table or (is_foreign and device.type == "cpu"):
-            become(module, InFloat32)
-
-
-class InFloat32(nn.Module):
-    """A module that raises its gathered low-precision parameters; comes before its class."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        parameters = self.named_parameters()
-        wide = {name: p.float() for name, p in parameters if p.dtype in HALF}
-        if not wide:
-            return super().forward(*args, **kwargs)
-        # It comes back here with the wide parameters in their places.
-        return torch.func.functional_call(self, wide, args, kwargs)
-
-
-aten, collective = torch.ops.aten, torch.ops._c10d_functional
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
-"""The precision of autocast and of gathered parameters."""
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm")
-SAVED = {getattr(aten, name).default for name in PRODUCTS}
-# Sums over the ranks of `tp`; the gathered inputs would be larger.
-SAVED |= {getattr(collective, name).default for name in ("reduce_scatter_tensor", "all_reduce")}
-ATTENTION = ("_scaled_dot_product_", "_varlen_attn.")  # in the names of operations
-
-
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` resolved: bf16 on a GPU that has it, else fp16 on a GPU, fp32 on a CPU."""
-    if precision != "auto":
-        return precision
-    if device.type == "cpu":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-
-
-def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    low = LOW.get(resolve_precision(recipe.train.precision, device))
-    return torch.autocast(device.type, dtype=low) if low else contextlib.nullcontext()
 
 
 def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
@@ -185,30 +89,10 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         for p in model.parameters():
             p.data = p.data.contiguous()  # the fused optimizers update rows as consecutive numbers
     replicas = ranks.mesh.replicas
-    # One rank has nothing to exchange.
-    # A pipeline adds up gradients itself, after the passes of all its stages.
+    # One rank has nothing to exchange. A pipeline adds up gradients itself.
     if replicas is None or replicas.size() == 1 or ranks.mesh.pp is not None:
         return model
-    return _replicate(model, replicas.get_group(), ranks.device, recipe)
-
-
-def lower_stream(model: nn.Module) -> None:
-    """Keep the residual stream in bf16, as the arithmetic; UserError for a user's model."""
-    if isinstance(model, GPT):
-        model.low_stream = True
-    elif isinstance(model, HfModel):  # its blocks add to the tensor that the first one gets
-        model.blocks()[0].register_forward_pre_hook(_lower_first, with_kwargs=True)
-    else:
-        problem = f"{type(model).__name__} has its own residual stream"
-        raise UserError(f'train.stream: {problem}: cast it there, and write "fp32"')
-
-
-def _lower_first(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Cast the hidden states, a block's first argument, in a pass with autocast."""
-    hidden = args[0] if args else kwargs["hidden_states"]
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    return (hidden, *args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"}
+    return replicate(model, replicas.get_group(), ranks.device, recipe)
 
 
 def divide(model: nn.Module, mesh: Mesh) -> tuple[dict[str, Cut], set[str]]:
@@ -226,13 +110,86 @@ def divide(model: nn.Module, mesh: Mesh) -> tuple[dict[str, Cut], set[str]]:
     return divide_hf(model, tensor)
 
 
-def _replicate(
+def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Module]:
+    """Its blocks; none if a user's module does not name them, or UserError if they are needed."""
+    if (blocks := blocks_of(model)) is not None:
+        return blocks
+    needs = {
+        f"parallel.strategy = {ranks.strategy.name}": ranks.strategy.shards_parameters,
+        "parallel.activation_checkpointing": recipe.parallel.activation_checkpointing != "none",
+        "train.compile": recipe.train.compile is True,
+        'train.precision = "float8"': recipe.train.precision == "float8",
+        'optim.kind = "muon"': recipe.optim.kind == "muon",
+    }
+    if settings := " and ".join(setting for setting, needed in needs.items() if needed):
+        raise UserError(
+            f"{settings}: {type(model).__name__} does not say which parts repeat; "
+            "give it a method that does, as `def blocks(self): return list(self.layers)`"
+        )
+    return []
+
+
+def shard(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    ranks: Ranks,
+    settings: ParallelSettings,
+    low: torch.dtype | None,
+) -> None:
+    """FSDP2 over blocks, the model's `ends()`, and the rest; it gathers in the precision `low`.
+
+    Small blocks of a model that runs them in order (it has `ends`) share a unit.
+    """
+    from torch.distributed import fsdp
+
+    pinned = ranks.device.type == "cuda"
+    shard_unit = functools.partial(
+        fsdp.fully_shard,
+        mesh=ranks.mesh.part("dp_replicate", "dp_shard"),
+        offload_policy=fsdp.CPUOffloadPolicy(pinned) if settings.offload else fsdp.OffloadPolicy(),
+        mp_policy=fsdp.MixedPrecisionPolicy(
+            param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
+        ),
+    )
+    first: list[nn.Module] = []
+    last: list[nn.Module] = []
+    in_order, each = False, 1
+    if hasattr(model, "ends"):
+        first, last = model.ends()  # type: ignore[operator]
+        in_order = ranks.mesh.pp is None
+    if in_order:
+        each = unit_blocks(len(blocks), sum(p.numel() for b in blocks for p in b.parameters()))
+    units = [blocks[i : i + each] for i in range(0, len(blocks), each)]
+    if first:
+        units.insert(0, first)
+    keeps = ranks.strategy.keeps_gathered
+    for unit in units:
+        # The backward pass begins with the last one, unless a pipeline waits.
+        used_next = in_order and unit is units[-1]
+        shard_unit(unit, reshard_after_forward=not (keeps or used_next))
+    if last:
+        shard_unit(last, reshard_after_forward=False)
+    shard_unit(model, reshard_after_forward=False)
+    for module in model.modules():
+        if is_fsdp(module):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo lacks a scaled sum
+    heads: list[Any] = [model, *(unit[0] for unit in units), *last[:1]]
+    ahead, back = settings.forward_prefetch, settings.backward_prefetch
+    for i, unit in enumerate(heads):
+        if ahead:
+            unit.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + ahead])
+        if back and i:
+            unit.set_modules_to_backward_prefetch(heads[max(1, i - back) : i][::-1])
+
+
+def replicate(
     model: nn.Module, group: dist.ProcessGroup, device: torch.device, recipe: Recipe
 ) -> DistributedDataParallel:
-    names = inspect.signature(DistributedDataParallel.__init__).parameters
-    name = "forward_sync_buffers"  # torch >= 2.12
-    # `training.state.Buffers` shares them after each step.
-    no_sync: Any = {name if name in names else "broadcast_buffers": False}
+    # `training.state.Buffers` shares buffers after each step. torch < 2.12 has another name.
+    arguments = inspect.signature(DistributedDataParallel.__init__).parameters
+    has_new_name = "forward_sync_buffers" in arguments
+    sync_buffers = "forward_sync_buffers" if has_new_name else "broadcast_buffers"
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -241,7 +198,7 @@ def _replicate(
         bucket_cap_mb=recipe.parallel.bucket_mb,
         find_unused_parameters=recipe.parallel.find_unused_parameters,
         gradient_as_bucket_view=True,
-        **no_sync,
+        **{sync_buffers: False},
     )
 
     def add(_, bucket):  # type: ignore[no-untyped-def]  # DDP rejects string annotations
@@ -277,30 +234,11 @@ def check_gradients_reduced(model: nn.Module) -> None:
             raise
         names = [name for name, p in model.module.named_parameters() if p.requires_grad]
         unused = [names[int(number)] for number in match[1].split()]
-        problem = f"this step's loss does not use {', '.join(unused[:4])} ({len(unused)} in all)"
-        advice = (
-            "set requires_grad_(False) if no step does, else parallel.find_unused_parameters=true"
-        )
-        raise UserError(f"{problem}, so DDP cannot add up gradients: {advice}") from None
-
-
-def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Module]:
-    """Its blocks; none if a user's module does not name them, or UserError if they are needed."""
-    if (blocks := blocks_of(model)) is not None:
-        return blocks
-    checkpointing = recipe.parallel.activation_checkpointing != "none"
-    needs = [
-        *[f"parallel.strategy = {ranks.strategy.name}"] * ranks.strategy.shards_parameters,
-        *["parallel.activation_checkpointing"] * checkpointing,
-        *["train.compile"] * (recipe.train.compile is True),
-        *['train.precision = "float8"'] * (recipe.train.precision == "float8"),
-        *['optim.kind = "muon"'] * (recipe.optim.kind == "muon"),
-    ]
-    if needs:
-        problem = f"{' and '.join(needs)}: {type(model).__name__} does not say which parts repeat"
-        advice = "give it a method that does, as `def blocks(self): return list(self.layers)`"
-        raise UserError(f"{problem}; {advice}")
-    return []
+        raise UserError(
+            f"this step's loss does not use {', '.join(unused[:4])} ({len(unused)} in all), so DDP "
+            "cannot add up gradients: set requires_grad_(False) if no step does, else "
+            "parallel.find_unused_parameters=true"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -317,6 +255,14 @@ def sync_gradients(model: nn.Module, strategy: Strategy, last: bool) -> Iterator
     skip = isinstance(model, DistributedDataParallel) and not last
     with model.no_sync() if skip else contextlib.nullcontext():  # type: ignore[operator]
         yield
+
+
+aten, collective = torch.ops.aten, torch.ops._c10d_functional
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm")
+SAVED = {getattr(aten, name).default for name in PRODUCTS}
+# Sums over the ranks of `tp`; the gathered inputs would be larger.
+SAVED |= {getattr(collective, name).default for name in ("reduce_scatter_tensor", "all_reduce")}
+ATTENTION = ("_scaled_dot_product_", "_varlen_attn.")  # in the names of operations
 
 
 def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
@@ -372,7 +318,9 @@ def attention_without_plans() -> Iterator[None]:
 
 def counted(model: nn.Module) -> list[nn.Parameter]:
     """The trained parameters that count in the gradient norm: a table on two stages once."""
-    named, copies = unwrap(model).named_parameters(), getattr(unwrap(model), "copies", ())
+    stage = stage_of(model)
+    copies = stage.copies if stage else ()
+    named = unwrap(model).named_parameters()
     return [p for name, p in named if p.requires_grad and name not in copies]
 
 

@@ -27,7 +27,7 @@ from windlass.model.sharding import become, local_part
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
 from windlass.parallel.context import DividedGPT
-from windlass.parallel.dist import Ranks
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 
 TICKS_KEPT = 8  # a message sent this many ticks ago is waited for, so that its memory is freed
@@ -89,8 +89,10 @@ def wait(works: list[Any]) -> None:
 
 
 class Pipeline:
+    """The stages of a model, of which this rank holds number `stage`, and their messages."""
+
     def __init__(self, model: GPT, ranks: Ranks, recipe: Recipe):
-        settings, mesh = recipe.parallel, ranks.mesh
+        mesh = ranks.mesh
         assert mesh.pp is not None
         self.group: dist.ProcessGroup = mesh.pp
         self.stage, self.stages = mesh.at["pp"], mesh.sizes.pp
@@ -98,17 +100,33 @@ class Pipeline:
         blocks = stage_layers(recipe.model, model.vocab, self.stages)
         ends = itertools.accumulate(blocks, initial=0)
         self.layers = list(itertools.starmap(range, itertools.pairwise(ends)))  # of all stages
+        self.ties_head = recipe.model.tie_head
+        names = [name for name, _ in model.named_parameters()]
+        self.elsewhere = {name for name in names if not name.startswith(self.parts(self.stage))}
+        # Parameters here that count, and are saved, on another rank.
+        self.copies = {"embedding.weight"} if self.is_last and self.ties_head else set[str]()
         self.device = ranks.device
         # The stream and the loss are not in bf16, even if the weights are.
         self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        self.width, self.bucket_bytes = recipe.model.width, settings.bucket_mb * 2**20
-        replicas = mesh.replicas
-        self.replicas = replicas.get_group() if replicas is not None else None
-        if recipe.model.tie_head:
-            mesh.connect_ends(timedelta(seconds=settings.startup_timeout_seconds))
+        self.width = recipe.model.width
+        self.bucket_bytes = recipe.parallel.bucket_mb * 2**20
+        self.replicas = mesh.replicas.get_group() if mesh.replicas is not None else None
+        if self.ties_head:
+            mesh.connect_ends(timedelta(seconds=recipe.parallel.startup_timeout_seconds))
         self.ends = mesh.ends
         # NCCL needs a collective of all ranks before the first batch of messages.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
+    def parts(self, stage: int) -> tuple[str, ...]:
+        """The beginnings of the names of a stage's parameters."""
+        parts = [f"blocks.{i}." for i in self.layers[stage]]
+        if stage == 0:
+            parts += ["embedding.", "positions."]
+        if stage == self.stages - 1:
+            parts += ["norm.", "head."]
+            if self.ties_head:
+                parts.append("embedding.")
+        return tuple(parts)
 
     def post(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]]) -> list[Any]:
         """Begin to send and receive tensors, each with the stage of the other rank."""
@@ -222,8 +240,6 @@ class StagedGPT(GPT):
     """
 
     shares_gradient = False  # lookup and head are in different stages
-    elsewhere: frozenset[str]  # parameters that only other ranks hold
-    copies: frozenset[str]  # parameters here that count, and are saved, on another rank
     pipeline: Pipeline
 
     def forward(
@@ -256,8 +272,9 @@ class StagedGPT(GPT):
         results = list[Tensor]()
 
         def work(_: Task, arrived: Tensor | None) -> Tensor:
-            given = cache, by_source, documents, arrived, True
-            result = StagedGPT.forward(self, tokens, labels, *given)
+            result = StagedGPT.forward(
+                self, tokens, labels, cache, by_source, documents, arrived, staged=True
+            )
             if pipe.is_last:
                 results.append(result)
             return result
@@ -277,16 +294,13 @@ def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     """Keep this rank's stage of a model, in place. Parameters keep their names. UserError if
     nothing is trained in a stage."""
     assert isinstance(model, GPT)  # the recipe rejects others
-    pipe, whole = Pipeline(model, ranks, recipe), dict(model.named_parameters())
+    pipe = Pipeline(model, ranks, recipe)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     for stage in range(pipe.stages):
-        parts = parts_of(model, pipe, stage)
-        if not any(p.requires_grad for name, p in whole.items() if name.startswith(parts)):
+        if not any(name.startswith(pipe.parts(stage)) for name in trained):
             problem = f"it leaves nothing to train in stage {stage} of {pipe.stages}"
             raise UserError(f"model.freeze: {problem} (parallel.pipeline): use fewer stages")
-    present = parts_of(model, pipe, pipe.stage)
-    model.elsewhere = frozenset(name for name in whole if not name.startswith(present))
-    has_copy = pipe.is_last and recipe.model.tie_head
-    model.copies = frozenset({"embedding.weight"} if has_copy else ())
+    present = pipe.parts(pipe.stage)
     for name, _ in list(model.named_children()):
         if name != "blocks" and f"{name}." not in present:
             setattr(model, name, None)
@@ -297,11 +311,6 @@ def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     model.pipeline = pipe  # type: ignore[assignment]
 
 
-def parts_of(model: GPT, pipe: Pipeline, stage: int) -> tuple[str, ...]:
-    """The beginnings of the names of a stage's parameters."""
-    parts = [f"blocks.{i}." for i in pipe.layers[stage]]
-    if stage == 0:
-        parts += ["embedding.", "positions."]
-    if stage == pipe.stages - 1:
-        parts += ["norm.", "head.", *(["embedding."] if model.settings.tie_head else [])]
-    return tuple(parts)
+def stage_of(model: nn.Module) -> Pipeline | None:
+    """The pipeline of a model that holds one of its stages."""
+    return model.pipeline if isinstance(model, StagedGPT) else None

@@ -9,7 +9,7 @@ Legend: B batch, T time, D model width, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from windlass.model.hf_network import SHARED, tensor_plan
 from windlass.model.loss import Piece
 from windlass.model.quantised import product_dtype, raised
 from windlass.model.sharding import Cut, Peers, become
-from windlass.parallel.context import Copy, DividedBlock, DividedGPT, Gather, Scatter, Sum, gather
+from windlass.parallel.collectives import Copy, Gather, Scatter, Sum, gather
+from windlass.parallel.context import DividedBlock, DividedGPT
 
 GPT_PLAN = {
     "attn.qkv": "qkv_colwise",
@@ -173,28 +174,36 @@ class Divider:
         return divided
 
     def apply(self, plan: dict[str, str]) -> None:
+        """Divide linear layers by their styles; readers of the same input share an entrance."""
+        entrances: dict[tuple[str, ...], Entrance] = {}
         for name, style in plan.items():
             if style == SHARED:
                 continue
-            dim = 1 if style == "rowwise" else 0
-            module = self.style(self.modules[name], Rows if dim else Columns)
-            size = module.weight.shape[dim]
-            ranges = [self.tensor.piece(size)]
-            if style == "qkv_colwise":  # this rank's part of each of three stacked matrices
-                rows = self.network.matrix_parts(f"{name}.weight")
-                pieces, starts = map(self.tensor.piece, rows), itertools.accumulate((0, *rows))
-                both = zip(starts, pieces, strict=False)
-                ranges = [range(start + p.start, start + p.stop) for start, p in both]
-            self.cuts[f"{name}.weight"] = Cut(dim, size, tuple(ranges), self.tensor)
-            if dim:
+            if style == "rowwise":
+                module = self.style(self.modules[name], Rows)
+                size = module.weight.shape[1]
+                part = self.pieces((size,))
+                self.cuts[f"{name}.weight"] = Cut(1, size, part, self.tensor)
                 continue
+            module = self.style(self.modules[name], Columns)
+            size = module.weight.shape[0]
+            stacked = style == "qkv_colwise"
+            sizes = self.network.matrix_parts(f"{name}.weight") if stacked else (size,)
+            part = self.pieces(sizes)
+            self.cuts[f"{name}.weight"] = Cut(0, size, part, self.tensor)
             if module.bias is not None:
-                self.cuts[f"{name}.bias"] = Cut(0, size, tuple(ranges), self.tensor)
+                self.cuts[f"{name}.bias"] = Cut(0, size, part, self.tensor)
             owner, _, last = name.rpartition(".")
-            group = next((group for group in SIBLINGS if last in group), (last,))
-            paths = [path for path in (f"{owner}.{other}" for other in group) if path in plan]
-            entrances = (getattr(self.modules[path], "entrance", None) for path in paths)
-            module.entrance = next(filter(None, entrances), None) or Entrance(len(paths))
+            siblings = next((group for group in SIBLINGS if last in group), (last,))
+            readers = tuple(f"{owner}.{other}" for other in siblings if f"{owner}.{other}" in plan)
+            module.entrance = entrances.setdefault(readers, Entrance(len(readers)))
+
+    def pieces(self, sizes: Sequence[int]) -> tuple[range, ...]:
+        """This rank's rows of each of the matrices that are stacked in one."""
+        starts = itertools.accumulate((0, *sizes))
+        pieces = map(self.tensor.piece, sizes)
+        pairs = zip(starts, pieces, strict=False)
+        return tuple(range(start + piece.start, start + piece.stop) for start, piece in pairs)
 
     def cut_vocabulary(self, name: str, part: type[Part], vocab: int) -> Piece:
         """Cut an embedding or a head by vocabulary; returns what the loss needs to know."""

@@ -28,8 +28,9 @@ from windlass import __version__, hub
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
 from windlass.estimate.collectives import Collective
 from windlass.model.quantised import FLOAT8_CAPABILITY
-from windlass.parallel.dist import Ranks, init_ranks
+from windlass.parallel.connect import init_ranks
 from windlass.parallel.env import detect_env
+from windlass.parallel.ranks import Ranks
 from windlass.preflight.findings import PROBLEM, WARNING, Finding, findings_of
 from windlass.processes import nvml_handle
 from windlass.recipe import Recipe

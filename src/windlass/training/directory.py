@@ -18,13 +18,13 @@ from windlass.checkpoint.choose import (
     lineage_at,
     read_lineage,
     record,
-    recover,
     write_lineage,
 )
+from windlass.checkpoint.commit import recover
 from windlass.checkpoint.format import Checkpoint
 from windlass.errors import UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
-from windlass.parallel.dist import Ranks
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, typed
 from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console

@@ -15,7 +15,7 @@ from windlass.data.open import warnings as data_warnings
 from windlass.errors import plural
 from windlass.model.size import describe_sizes
 from windlass.optim.build import describe_groups
-from windlass.parallel.dist import Ranks
+from windlass.parallel.ranks import Ranks
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, typed
 from windlass.run import Run

@@ -9,7 +9,7 @@ import torch
 
 from windlass.errors import OutOfMemory, RunFailed
 from windlass.fileio import read_json, write_atomic
-from windlass.parallel.dist import Ranks
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import BatchPlan, Recipe
 from windlass.run import STARTS, Run
 

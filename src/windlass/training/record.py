@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from windlass.estimate.devices import peak_flops
-from windlass.parallel.dist import Ranks
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, last_start, read_lines
 from windlass.telemetry.console import Console

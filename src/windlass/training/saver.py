@@ -8,8 +8,9 @@ from typing import Any
 
 from windlass import processes
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
+from windlass.checkpoint.commit import Save
 from windlass.checkpoint.format import Base, Checkpoint
-from windlass.checkpoint.save import Save, Writer
+from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch.job import job_grace, report_saved

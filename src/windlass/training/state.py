@@ -22,8 +22,8 @@ from windlass.data.mixture import (
 from windlass.data.samples import Samples
 from windlass.model.quantised import Linear4bit
 from windlass.parallel import collectives
-from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.seeds import seed_of
 

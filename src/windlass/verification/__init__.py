@@ -49,9 +49,11 @@ def verify(
     if unknown := sorted(set(only) - set(PROOFS)):
         raise UserError(f"{unknown[0]} is not a proof; {did_you_mean(unknown[0], PROOFS)}")
     results = []
-    with tempfile.TemporaryDirectory(prefix="windlass-verify-") as temporary:
-        worlds = [w for w in (1, 2, 4, 8) if w <= most]
-        bench = Bench(Path(temporary), recipe or "", overrides, worlds, kills)
+    worlds = [w for w in (1, 2, 4, 8) if w <= most]
+    with (
+        tempfile.TemporaryDirectory(prefix="windlass-verify-") as folder,
+        Bench(Path(folder), recipe or "", overrides, worlds, kills) as bench,
+    ):
         for name, (claim, prove) in PROOFS.items():
             if only and name not in only:
                 continue

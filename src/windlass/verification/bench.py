@@ -1,23 +1,17 @@
-"""Where the proofs run: a directory with short trainings, in this process or in others."""
+"""Where the proofs run: a directory with short trainings."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import windlass
 from windlass import processes
-from windlass.errors import DONE
 from windlass.recipe import Recipe
 from windlass.recipe.layers import dotted
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
+from windlass.verification.forkserver import ForkServer, Task
 
 STEPS, BATCH, MICRO = 12, 8, 2
 TINY = {
@@ -26,7 +20,6 @@ TINY = {
 }
 COMMON = {
     "train": {"steps": STEPS, "global_batch": BATCH, "micro_batch": MICRO, "compile": False},
-    "train.deterministic": True,
     "checkpoint": {"every": 1, "keep_last": 2 * STEPS, "best": "loss"},
     "eval": {"every": 0, "sample_every": 0, "suites": ["loss"]},
     "telemetry": {"every": 1, "trackers": []},
@@ -34,10 +27,9 @@ COMMON = {
     **NO_LAYOUT,
     "optim.schedule.warmup": 2,
 }
-ROUNDING = 1e-9  # the largest difference in float64 that counts as rounding
-FLOAT64: dict[str, Any] = {"train.precision": "fp64"}
-Task = dict[str, Any]  # see `rank.run_rank`
-Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
+TAIL_LINES = 12
+MOST_DATA_RANKS = 4  # more of them would prove nothing else
+Settings = Mapping[str, Any]  # by dotted key
 
 
 class Bench:
@@ -51,76 +43,49 @@ class Bench:
         worlds: Sequence[int] = (1, 2, 4),
         kills: int = 10,
     ):
+        import torch
+
         self.folder, self.recipe = folder.resolve(), recipe or "quickstart"
-        self.worlds, self.kills = [w for w in worlds if w <= 4], kills
+        self.worlds, self.kills = [w for w in worlds if w <= MOST_DATA_RANKS], kills
         self.most = max(worlds)  # ranks of a layout
         self.untried: list[str] = []  # by the proof that runs
         self.base = dotted(COMMON) | {"data.dir": str(self.folder / "data")}
+        self.base["train.deterministic"] = torch.cuda.is_available()
         # One number for all worlds, because threads change bits.
-        self.base["train.threads"] = processes.thread_share(max(worlds))
+        self.base["train.threads"] = processes.thread_share(self.most)
         if not recipe:
             text = self.folder / "text.txt"
             text.write_text(Path(__file__).read_text(encoding="utf-8")[:900], encoding="utf-8")
             self.base |= dotted(TINY) | {"data.source": str(text)}
         self.base |= dotted(overrides)
         self.model = self.settings("model").model
+        self.server = ForkServer()
 
-    def settings(self, run: str, **settings: Any) -> Recipe:
-        """The base recipe with changes for a run, as `train__micro_batch=4`."""
-        changes = {key.replace("__", "."): value for key, value in settings.items()}
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+    def settings(self, run: str, changes: Settings | None = None) -> Recipe:
+        """The recipe of a run: the base recipe with changes."""
         place = {"run.dir": str(self.folder / run)}
-        return Recipe.load(self.recipe, self.base | dotted(changes) | place)
+        return Recipe.load(self.recipe, self.base | dotted(changes or {}) | place)
 
-    def start(
-        self, run: str, world: int, task: Task | None = None, **settings: Any
-    ) -> subprocess.Popen[bytes]:
-        """Begin to train in `world` processes, which write to RUN.out."""
-        task = {"recipes": [self.write(run, **settings)], "world": world, **(task or {})}
-        command = [*processes.MODULE, "windlass.verification.rank", json.dumps(task)]
-        how: Any = {"env": {**os.environ, processes.PARENT: str(os.getpid())}}
-        with (self.folder / f"{run}.out").open("ab") as out:
-            how |= {"stdout": out, "stderr": out, "start_new_session": True}
-            return subprocess.Popen(command, **how)
-
-    def write(self, run: str, **settings: Any) -> str:
-        """Write the recipe of a run; returns its path."""
-        path = self.folder / f"{run}.toml"
-        path.write_text(self.settings(run, **settings).toml(), encoding="utf-8")
-        return str(path)
-
-    def train(
-        self,
-        run: str,
-        world: int = 1,
-        task: Task | None = None,
-        *,
-        branch_from: str = "",
-        **settings: Any,
-    ) -> Run:
-        """Train in this process without output, or for a task or a world in processes of their own.
-
-        `branch_from`: RUN@STEP, in this process. RuntimeError if processes fail.
-        """
-        if world == 1 and task is None:
-            with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
-                return windlass.train(self.settings(run, **settings), branch_from=branch_from)
-        code = self.start(run, world, task, **settings).wait()
-        if code not in ((1, -signal.SIGKILL) if "kill_after" in (task or {}) else (DONE,)):
-            lines = (self.folder / f"{run}.out").read_text(errors="replace").splitlines()[-12:]
-            raise RuntimeError("\n".join([f"a training ended with exit code {code}:", *lines]))
+    def train(self, run: str, changes: Settings | None = None, world: int = 1, **task: Any) -> Run:
+        """Train on ranks in processes of their own; `task`: more fields of the task. RuntimeError
+        if a rank fails."""
+        self.start(run, changes, world, **task)
+        if any(codes := self.server.wait()):
+            raise RuntimeError(f"a training failed (exit codes {codes}):\n{self.tail(run)}")
         return Run(self.folder / run)
 
-    def train_all(
-        self,
-        runs: Mapping[str, dict[str, Any]],
-        world: int,
-        faults: Mapping[str, str] | None = None,
-    ) -> list[Run]:
-        """Train runs in the same `world` processes; `faults`: by run, a name in `rank.FAULTS`."""
-        if not runs or (world == 1 and not faults):
-            return [self.train(run, **settings) for run, settings in runs.items()]
-        recipes = [self.write(run, **settings) for run, settings in runs.items()]
-        names = [(faults or {}).get(run, "") for run in runs]
-        first, settings = next(iter(runs.items()))
-        self.train(first, world, {"recipes": recipes, "faults": names}, **settings)
-        return [Run(self.folder / run) for run in runs]
+    def start(self, run: str, changes: Settings | None = None, world: int = 1, **task: Any) -> int:
+        """Begin to train; returns the process group of the ranks."""
+        recipe, output = self.folder / f"{run}.toml", self.folder / f"{run}.out"
+        recipe.write_text(self.settings(run, changes).toml(), encoding="utf-8")
+        return self.server.start(Task(str(recipe), world, str(output), **task))
+
+    def tail(self, run: str) -> str:
+        lines = (self.folder / f"{run}.out").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
