@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from windlass import hub
-from windlass.data.chat import Template, stop_tokens, text_tokens
-from windlass.data.examples import Question, question_prompt
+from windlass.data.chat import Template, rendered_tokens, stop_tokens
+from windlass.data.items import Question, question_prompt
 from windlass.data.samples import Samples, Subset
 from windlass.data.split import eval_questions
 from windlass.data.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ def adapter(
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Any:
             if add_special_tokens is False:
                 return tokenizer.encode(string).tolist()
-            return text_tokens(string, tokenizer)[0] if template else tokenizer.prompt(string)
+            return rendered_tokens(string, tokenizer) if template else tokenizer.prompt(string)
 
         def chat_template(self, chat_template: Any = False) -> str:
             return template.source if template else ""
@@ -176,7 +176,7 @@ def generate_until(
     if template is None:
         ids = [tokenizer.prompt(text) for text in texts]
     else:
-        ids = [text_tokens(text, tokenizer)[0] for text in texts]
+        ids = [rendered_tokens(text, tokenizer) for text in texts]
     answers: dict[int, str] = {}
     for sampling in dict.fromkeys(samplings):
         room = max(1, window(unwrap(model)) - sampling.max_tokens)
