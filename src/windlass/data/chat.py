@@ -217,15 +217,26 @@ class _Answers:
     @cached_property
     def text(self) -> Callable[..., str]:
         """The text of the first messages; with `ask=True` and the prompt for the next one."""
-        render, all_ = self.template.text, self.messages
-        return cache(lambda n, ask=False: render(all_[:n], self.tokenizer, ask, self.variables))
+
+        @cache
+        def text(count: int, ask: bool = False) -> str:
+            messages = self.messages[:count]
+            return self.template.text(messages, self.tokenizer, ask, self.variables)
+
+        return text
 
     def rows(self, wanted: Sequence[int]) -> list[list[Span]]:
         """The whole text with the loss of the `wanted` answers, or a row for each of them."""
         answers = [self.answer(place) for place in wanted]
-        if together := self._in_whole(wanted, answers):
-            return [together]
-        return [[(prompt, False), (self.ended(answer), True)] for prompt, answer in answers]
+        rows = [self._in_whole(wanted, answers)]
+        if not rows[0]:
+            rows = [[(prompt, False), (answer, True)] for prompt, answer in answers]
+        eot = self.tokenizer.eot
+        for spans in rows:
+            text, has_loss = spans[-1]
+            if has_loss and eot is not None and not _has_end(text, self.tokenizer):
+                spans[-1] = text + self.tokenizer.inner.id_to_token(eot), True
+        return rows
 
     def _in_whole(self, wanted: Sequence[int], answers: list[tuple[str, str]]) -> list[Span]:
         """The whole text in spans; empty if it has an answer in another form or without an end."""
@@ -245,16 +256,7 @@ class _Answers:
                     return []
             spans += [(whole[done:start], False), (whole[start:stop], True)]
             done = stop
-        if spans and done == len(whole):
-            spans[-1] = self.ended(spans[-1][0]), True
-        return [*spans, (whole[done:], False)]
-
-    def ended(self, answer: str) -> str:
-        """The last answer of a row, with the end-of-text token if the template writes no end."""
-        eot = self.tokenizer.eot
-        if eot is None or _has_end(answer, self.tokenizer):
-            return answer
-        return answer + str(self.tokenizer.inner.id_to_token(eot))
+        return [*spans, (whole[done:], False)] if done < len(whole) else spans
 
     def answer(self, place: int) -> tuple[str, str]:
         """The prompt for a message, and the message as its answer.

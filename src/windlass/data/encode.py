@@ -1,6 +1,5 @@
-"""The items of a source as rows of tokens, in parallel and resumable, into shards: a pure function of
-source, tokenizer, template and `shard_tokens`. Threads encode texts, because tokenizers release
-Python's lock; processes encode examples, because their templates are Python code.
+"""Turn the items of a source into rows of tokens, in parallel, and write them as shards. The shards are
+a pure function of source, tokenizer, template and `shard_tokens`, also after a kill.
 """
 
 from __future__ import annotations
@@ -61,14 +60,16 @@ def write_source(
     progress: Progress,
 ) -> Index:
     """Write the shards of a source after the full ones of `index`, as far as the limit."""
-    spec, writer = source.spec, ShardWriter(directory, index, encoder.tokenizer.dtype)
-    index = writer.index
+    spec = source.spec
+    writer = ShardWriter(directory, index, encoder.tokenizer.dtype)
+    index = writer.index  # without a shard that may grow
     listing = directory / LEFT_OUT
     lines = listing.read_text("utf-8").split("\n") if index.left_out else []
     write_atomic(listing, "".join(f"{line}\n" for line in lines[: index.left_out]))
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
-    need, characters = Need(limit, Table(directory, index)), 0  # of the document so far
+    need = Need(limit, Table(directory, index))
+    characters = 0  # of the document so far
     batches = encode(source, directory, encoder, index.resume[0], workers, progress.note)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, batch in batches:
@@ -115,7 +116,11 @@ def encode(
     workers: int,
     note: Callable[[str], None],
 ) -> Generator[tuple[list[Row], Batch], None, None]:
-    """The rows of a source from item `first` on, in order, with their batch."""
+    """The rows of a source from item `first` on, in order, with their batch.
+
+    Threads encode texts, because tokenizers release Python's lock; processes encode examples,
+    because their templates are Python code.
+    """
     ahead = batches_of(source, first)
     head = list(itertools.islice(ahead, 2))
     for remark in encoder.remarks([job.item for job in head[0].jobs]):
@@ -232,7 +237,8 @@ class Encoder:
 
     def text_rows(self, job: Job) -> list[Row]:
         """A text as rows of at most `STRETCH` characters; none of an empty text."""
-        tokenizer, text = self.tokenizer, text_of(job.item, self.spec)
+        tokenizer = self.tokenizer
+        text = text_of(job.item, self.spec)
         digest = hash64(text) if job.text is None else job.text
         begins, before = job.before is None, job.before or ""
         parts = list(stretches(text))
@@ -250,16 +256,17 @@ class Encoder:
 
     def example_rows(self, job: Job) -> list[Row]:
         """The tokens of an example, in one row or a row for each answer; UserError if it is bad."""
-        place, example = job.item.place, example_of(job.item, self.spec)
+        place = job.item.place
+        example = example_of(job.item, self.spec)
         if isinstance(example, Question):
             return [self._question_row(job.number, example)]
-        rows, digest = list[Row](), example.group
+        rows, group = list[Row](), example.group
         try:
             for tokens, marks in self._encoded(example):
                 marks[:1] = False  # no token predicts the first one
                 if marks.any():
                     reach = int(marks.argmax()) + 1
-                    rows.append(Row(job.number, tokens, marks, digest, group=digest, reach=reach))
+                    rows.append(Row(job.number, tokens, marks, group, group=group, reach=reach))
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
         if not rows:

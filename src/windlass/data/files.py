@@ -262,14 +262,14 @@ def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:
 def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
     """The items of a JSON array, or values one after another, such as JSON lines."""
     reader, decoder = io.TextIOWrapper(stream, "utf-8-sig"), json.JSONDecoder()
-    text, is_end, number = reader.read(READ).lstrip(), False, 1
-    is_array = text.startswith("[")
-    at = int(is_array)
+    text = reader.read(READ).lstrip()
+    is_array, is_end = text.startswith("["), False
+    at, number = int(is_array), 1
     while True:
         at = cast(re.Match[str], BETWEEN_VALUES.match(text, at)).end()
         if text.startswith("]", at) if is_array else is_end and at == len(text):
             return
-        value, end, problem = None, at, ""
+        problem = ""
         try:
             value, end = decoder.raw_decode(text, at)
             is_cut = end == len(text)  # a number may go on
@@ -277,8 +277,8 @@ def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
             problem = getattr(error, "msg", first_line(error))
             is_near_end = getattr(error, "pos", 0) > len(text) - 16
             is_cut = problem.startswith("Unterminated") or is_near_end
-        if at == len(text):
-            problem, is_cut = "the array does not end", True
+            if at == len(text):
+                problem = "the array does not end"
         if is_cut and not is_end:
             more = reader.read(max(READ, len(text) - at))
             text, at, is_end = text[at:] + more, 0, not more
@@ -319,9 +319,10 @@ def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator
 
     # Without `buffer_size` pyarrow reads a whole column of a row group at once; `pre_buffer` more.
     table = pq.ParquetFile(raw, pre_buffer=False, buffer_size=READ)
-    about, number = table.metadata, 0
     check_columns(table.schema_arrow.names, spec, place)
     columns = [spec.text_key] if spec.format == "text" else None
+    about = table.metadata
+    number = 0
     for group in range(about.num_row_groups):
         rows, size = about.row_group(group).num_rows, about.row_group(group).total_byte_size
         if number + rows <= skip:

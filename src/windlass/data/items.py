@@ -1,5 +1,5 @@
-"""The items of a source, and what an item holds: a text, or an example to learn from. An example is
-a conversation, a prompt with its completion, or a question of SQuAD.
+"""The items of a source, and the text or the example in each. An example is a conversation, a prompt
+with its completion, or a question of SQuAD.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def hash64(*texts: str) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-# Each example has `texts`, a `group` (the hash that decides whether it is held out), and `unread`: the
-# keys of its record that have a value and are not a part of it.
+# Examples. Each has its `texts`, a `group` (the hash that decides whether it is held out), and
+# `unread`: the keys of its record that have a value and are not a part of it.
 
 
 @dataclass(frozen=True)

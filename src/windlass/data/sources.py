@@ -1,6 +1,5 @@
-"""What `data.source` names: local files, a file of the web, a data set of `datasets`, or Python's own
-modules. `open_source` gives its items, and `describe_source` and `changes` show whether it is still
-the same.
+"""Open what `data.source` names: local files, a file of the web, a data set of `datasets`, or Python's
+own modules; and describe it, so that a later start finds a change.
 """
 
 from __future__ import annotations

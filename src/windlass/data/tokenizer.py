@@ -135,8 +135,8 @@ class Tokenizer:
                 return np.array([self._characters[c] for c in valid(text)], np.int64)
             except KeyError:
                 missing = sorted(set(valid(text)) - self._characters.keys())[:8]
-            names = ", ".join(map(repr, missing))
-            raise UserError(f"the character tokenizer's corpus has no {names}")
+                names = ", ".join(map(repr, missing))
+                raise UserError(f"the character tokenizer's corpus has no {names}") from None
         ids, before = [np.zeros(0, np.int64)], valid(before)
         for stretch in stretches(valid(text)):
             if before and self.kind != "gpt2" and self._marks_start:
