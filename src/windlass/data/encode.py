@@ -1,5 +1,5 @@
-"""Turn the items of a source into rows of tokens, in parallel, and write them as shards. The shards are
-a pure function of source, tokenizer, template and `shard_tokens`, also after a kill.
+"""Turn the items of a source into rows of tokens, in parallel, and write them as shards. The shards
+are a pure function of source, tokenizer, template and `shard_tokens`, also after a kill.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class Encoder:
         )
 
     def remarks(self, items: Sequence[Item]) -> Iterator[str]:
-        """Warnings about content of the first items that Windlass ignores or reads as plain text."""
+        """Warnings about content of the first items that Windlass ignores or takes as text."""
         spec, tokenizer = self.spec, self.tokenizer
         unread, texts = dict[str, None](), list[tuple[str, str]]()  # texts with their places
         for item in items:

@@ -1,5 +1,5 @@
-"""The items of a source, and the text or the example in each. An example is a conversation, a prompt
-with its completion, or a question of SQuAD.
+"""The items of a source, and the text or the example in each. An example is a conversation, a
+prompt and its completion, or a question of SQuAD.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ SHAPES = {
     "Alpaca": ["instruction", "output"],
 }
 CONVERSATION_KEYS = {keys[0] for keys in SHAPES.values()}
-# The prompt of a question; its answer follows after a space, then the end-of-text token.
-QUESTION, ANSWER = "Question: {question} Context: {context}", " Answer:"
 TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
 TO_JSON = "write one object a line (.jsonl), or one array (.json)"
 KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "true or false"}
@@ -126,8 +124,8 @@ class Conversation:
         return hash64(json.dumps(content, sort_keys=True, default=str))
 
     def trained(self, answers: str) -> list[int]:
-        """The places of the answers with a loss, by `data.answers`. In a completion of several turns
-        TRL learns all turns, and Windlass the assistant's."""
+        """The places of the answers with a loss, by `data.answers`. In a completion of several
+        turns TRL learns all turns, and Windlass the assistant's."""
         first = self.prompt if answers == "auto" else 0
         places = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
         places = places[-1:] if answers == "last" else places
@@ -149,6 +147,10 @@ class Pair:
     @property
     def group(self) -> int:
         return hash64(self.prompt, self.completion)
+
+
+# The prompt of a question; its answer follows after a space, then the end-of-text token.
+QUESTION, ANSWER = "Question: {question} Context: {context}", " Answer:"
 
 
 @dataclass(frozen=True)

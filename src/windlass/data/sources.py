@@ -1,5 +1,5 @@
-"""Open what `data.source` names: local files, a file of the web, a data set of `datasets`, or Python's
-own modules; and describe it, so that a later start finds a change.
+"""Open what `data.source` names: local files, a file of the web, a data set of `datasets`, or
+Python's own modules; and describe it, so that a later start finds a change.
 """
 
 from __future__ import annotations
