@@ -131,20 +131,15 @@ class Tokenizer:
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
         if self.kind == "char":
-            try:
-                return np.array([self._characters[c] for c in valid(text)], np.int64)
-            except KeyError:
-                missing = sorted(set(valid(text)) - self._characters.keys())[:8]
-                names = ", ".join(map(repr, missing))
-                raise UserError(f"the character tokenizer's corpus has no {names}") from None
-        ids, before = [np.zeros(0, np.int64)], valid(before)
+            return self._encode_characters(text)
+        parts, before = [np.zeros(0, np.int64)], valid(before)
         for stretch in stretches(valid(text)):
             if before and self.kind != "gpt2" and self._marks_start:
-                ids.append(self._encode_after(before, stretch))
+                parts.append(self._encode_after(before, stretch))
             else:
-                ids.append(self._encode_stretch(stretch))
+                parts.append(self._encode_stretch(stretch))
             before = stretch
-        return np.concatenate(ids)
+        return np.concatenate(parts)
 
     def _encode_stretch(self, text: str) -> np.ndarray:
         if self.kind == "gpt2":
@@ -171,9 +166,22 @@ class Tokenizer:
         line, start, both = (probe_ids(self.inner, text) for text in ("a\n", "b", "a\nb"))
         return line + start != both
 
+    def _encode_characters(self, text: str) -> np.ndarray:
+        raw = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
+        points, id_of = raw.astype(np.int64), self._id_of_point
+        ids: np.ndarray = id_of[np.minimum(points, len(id_of) - 1)]
+        if (ids < 0).any():
+            missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
+            raise UserError(f"the character tokenizer's corpus has no {missing}")
+        return ids
+
     @cached_property
-    def _characters(self) -> dict[str, int]:
-        return dict(self.inner.get_vocab(with_added_tokens=False))
+    def _id_of_point(self) -> np.ndarray:
+        """The id of each code point, or -1; the last one is for all above."""
+        points = sorted(map(ord, self.inner.get_vocab(with_added_tokens=False)))
+        ids = np.full(points[-1] + 2, -1, dtype=np.int64)
+        ids[points] = np.arange(len(points))
+        return ids
 
     @cached_property
     def _tiktoken(self) -> Any:
