@@ -12,7 +12,7 @@ import pytest
 from harness import Join, recipe, run_ranks
 
 from rows import Rows
-from windlass.data.examples import Question
+from windlass.data.items import Question
 from windlass.data.locate import byte_tokenizer
 from windlass.evaluation.api import precision_of
 from windlass.evaluation.generate import Sampling, generate

@@ -167,20 +167,15 @@ def test_what_looks_like_a_special_token_in_a_message_is_text(kind, role, tmp_pa
             assert theirs.decode(learned).strip() == talk[1]["content"]
 
 
-def test_the_plain_layout_and_a_template_without_blocks() -> None:
-    ids, marks = encoded(TALK, Template(), BYTES)
-    start = "System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo"
-    assert BYTES.decode(ids).startswith(start)
-    expected = " I am a cat.<|endoftext|> Good morning to you<|endoftext|>"
-    assert counted(BYTES, ids, marks) == expected
-    ids, marks = encoded(TALK, WITH_EOS, BYTES)
-    start = "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assista"
-    assert BYTES.decode(ids).startswith(start)
-    expected = "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
-    assert counted(BYTES, ids, marks) == expected
-
-
-def test_the_plain_layout_begins_as_every_text_of_the_tokenizer(tmp_path: Path) -> None:
+def test_the_plain_layout_and_a_template_without_blocks(tmp_path: Path) -> None:
+    plain = "System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo"
+    own = "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assista"
+    for template, start, space in ((Template(), plain, " "), (WITH_EOS, own, "")):
+        ids, marks = encoded(TALK, template, BYTES)
+        assert BYTES.decode(ids).startswith(start)
+        answers = [f"{space}{TALK[place]['content']}<|endoftext|>" for place in (2, 4)]
+        assert counted(BYTES, ids, marks) == "".join(answers)
+    # it begins as every text of the tokenizer
     tokenizer = hf_tokenizer(str(tokenizer_fixtures.save("llama3", tmp_path)))
     ids, _ = encoded(TALK[1:], Template(), tokenizer)
     asked = chat.prompt_tokens(TALK[1:2], Template(), tokenizer)

@@ -101,15 +101,6 @@ def test_documents_between_a_begin_and_an_end(source, tmp_path, kind):
         check_rows(samples, whole, bos, ragged=held)
 
 
-def test_a_single_validation_text_needs_no_mask(source, tmp_path):
-    (tmp_path / "v.txt").write_text("one text to validate on, " * 9)
-    how = {"document_mask": True, "eval_source": str(tmp_path / "v.txt")}
-    data = opened(source, tmp_path, **how)
-    assert masks_documents(data.train) and not masks_documents(data.val)
-    with refused("data.document_mask", "one text"):
-        opened(tmp_path / "v.txt", tmp_path, document_mask=True)
-
-
 def test_a_range_that_begins_inside_of_a_document_is_a_document(source, tmp_path):
     """The first shards are held out, and several sources join."""
     other = jsonl(tmp_path / "y.jsonl", documents(90, seed=1))
@@ -127,13 +118,14 @@ def test_a_range_that_begins_inside_of_a_document_is_a_document(source, tmp_path
     check_rows(data.train, trained, 256, ragged=False)
 
 
-def test_sources_without_documents_stay_streams(tmp_path):
+def test_sources_without_documents_need_no_mask(source, tmp_path):
     (tmp_path / "one.txt").write_text("one text " * 200)
-    ids = np.arange(3000, dtype="<u2") % 50
-    ids.tofile(tmp_path / "tokens.bin")
+    (np.arange(3000, dtype="<u2") % 50).tofile(tmp_path / "tokens.bin")
     shards = f"shards:{tmp_path / 'tokens.bin'}"
     for number, name in enumerate((tmp_path / "one.txt", shards)):
         assert not masks_documents(opened(name, tmp_path / str(number)).train)
+    data = opened(source, tmp_path, document_mask=True, eval_source=str(tmp_path / "one.txt"))
+    assert masks_documents(data.train) and not masks_documents(data.val)
     with refused("data.document_mask", "one text", "auto"):
         opened(tmp_path / "one.txt", tmp_path / "0", document_mask=True)
     with refused("data.document_mask", "shards of other tools", "auto"):

@@ -94,7 +94,8 @@ def test_prepare_shows_how_full_the_rows_are(tmp_path: Path) -> None:
     words = ["prepare", "quickstart", "data.format=chat", "data.packing=best-fit"]
     words += [f"data.source={source}", f"data.dir={tmp_path / 'data'}", "data.tokenizer=byte"]
     out = windlass(*words, "model.context=512", "data.val_fraction=0.1").stdout
-    assert "% filled" in out and "example" in out
+    assert "% filled" in out
+    assert "\u27e6" in out and "<|endoftext|>\u27e7" in out  # an example with what counts marked
 
 
 def test_rows_without_file_order_or_of_texts_are_refused():

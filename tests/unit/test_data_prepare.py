@@ -185,8 +185,8 @@ def killed_until_done(recipe, monkeypatch):
 def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, tokenizer, monkeypatch):
     """Documents over several shards; one text in many blocks and stretches over many shards."""
     monkeypatch.setattr("windlass.data.tokenizer.STRETCH", 700)
-    monkeypatch.setattr("windlass.data.records.READ", 1500)
-    monkeypatch.setattr("windlass.data.records.BLOCK", 5000)
+    monkeypatch.setattr("windlass.data.files.READ", 1500)
+    monkeypatch.setattr("windlass.data.files.BLOCK", 5000)
     monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 500)
     how = {"tokenizer": tokenizer, "tokenizer_vocab": 300, "workers": 1, "val_fraction": 0.2}
     make = written(tmp_path / "s", kind, **how)
@@ -488,8 +488,8 @@ def test_bad_items_are_counted_and_listed_after_kills_and_extensions(tmp_path, k
 def test_a_text_ends_although_a_block_of_it_cannot_be_encoded(tmp_path, monkeypatch, bad):
     """`bad`: places of a character that the tokenizer lacks, in the first, second, last or every
     block."""
-    monkeypatch.setattr("windlass.data.records.READ", 50)
-    monkeypatch.setattr("windlass.data.records.BLOCK", 150)
+    monkeypatch.setattr("windlass.data.files.READ", 50)
+    monkeypatch.setattr("windlass.data.files.BLOCK", 150)
     for name in ("a.txt", "b.txt"):  # a tokenizer of several texts ends a document
         (tmp_path / name).write_text("abcdefghij")
     learn = recipe_for(tmp_path / "*.txt", tmp_path / "t", tokenizer="char", val_fraction=0)

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_fixtures import Example, examples, opened
 
-from data_fixtures import conversations, documents, jsonl, questions, recipe_for, text_hash
+from data_fixtures import documents, jsonl, questions, recipe_for, text_hash
 from helpers import refused
 from windlass.data.loader import eval_batches
 from windlass.data.open import open_data
-from windlass.data.order import sample_indices
 from windlass.data.samples import real_tokens
 
 
@@ -69,13 +68,8 @@ def test_a_batch_is_as_wide_as_its_longest_row(tmp_path):
     assert batch.documents is None and batch.positions is None
     for row, size in enumerate(sizes):
         assert (batch.tokens[row, size:] == 255).all() and (batch.labels[row, size:] == -100).all()
-
-
-def test_tokens_of_an_epoch_are_counted_without_reading_examples(tmp_path, monkeypatch):
-    train, _ = opened(examples(30), tmp_path, 8, val_fraction=0.2)
-    monkeypatch.setattr(type(train), "row", None)
-    assert real_tokens(train) == train.sizes.sum()
-    assert real_tokens(SimpleNamespace(valid_tokens=3)) == 3
+    assert real_tokens(samples) == sum(sizes)
+    assert real_tokens(SimpleNamespace(valid_tokens=3)) == 3  # a set of a user
     assert real_tokens(SimpleNamespace()) is None
 
 
@@ -104,16 +98,6 @@ def test_a_question_keeps_its_answer_and_needs_it_in_the_context(tmp_path):
     assert data.train.left_out == len(whole) - len(short)
     with refused("no item (train) fits", "left out", "model.context"):
         rows(40)
-
-
-def test_conversations_in_any_order_over_the_held_out_ones(tmp_path):
-    file = conversations(tmp_path / "talk.jsonl", 200)
-    how = {"format": "chat", "val_fraction": 0.2, "order": "shards-shuffled"}
-    train = open_data(recipe_for(file, tmp_path / "data", context=64, **how)).train
-    assert sum(train.shard_samples) == len(train) and len(train.shard_samples) > 10
-    n, shards = len(train), train.shard_samples
-    order = sample_indices(2 * n + np.arange(n), n, "shards-shuffled", 1, shards)
-    assert sorted(order.tolist()) == list(range(n))
 
 
 @pytest.mark.parametrize("order", ["shuffled", "shards-shuffled"])

@@ -422,8 +422,8 @@ def test_byte_pairs_of_a_mixture_are_learned_from_what_each_member_trains_on(tmp
     "kind", ["many", "few", "blocks", "many files", "eval_source", "chat", "chat few"]
 )
 def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr("windlass.data.records.READ", 500)
-    monkeypatch.setattr("windlass.data.records.BLOCK", 1500)
+    monkeypatch.setattr("windlass.data.files.READ", 500)
+    monkeypatch.setattr("windlass.data.files.BLOCK", 1500)
     seen, real = [], train_bpe
 
     def learn(texts, vocab):

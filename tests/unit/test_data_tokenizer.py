@@ -23,8 +23,9 @@ from windlass.data.locate import (
     load_tokenizer,
     named_tokenizer,
     train_bpe,
+    with_tokens,
 )
-from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
+from windlass.data.tokenizer import END_OF_TEXT, Tokenizer, stretches
 from windlass.interop.export import save_tokenizer
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
@@ -36,6 +37,26 @@ SAMPLE = (
 @pytest.fixture(scope="module")
 def gpt2(data_files):
     return named_tokenizer(f"gpt2:{data_files / 'gpt2'}")
+
+
+@pytest.fixture
+def make(data_files, tmp_path):
+    """A function that gives a tokenizer of a kind; learned ones learn from a text."""
+
+    def made(kind: str, text: str = SAMPLE) -> Tokenizer:
+        if kind in tokenizer_fixtures.KINDS:
+            return hf_tokenizer(str(tokenizer_fixtures.save(kind, tmp_path / kind)))
+        makers = {
+            "byte": byte_tokenizer,
+            "char": lambda: char_tokenizer(text, True),
+            "bpe": lambda: train_bpe(stretches(text), 600),
+            "t5": lambda: unigram(text),
+            "gpt2": lambda: named_tokenizer(f"gpt2:{data_files / 'gpt2'}"),
+            "hf": lambda: named_tokenizer(f"hf:{data_files / 'gpt2' / 'gpt2-tokenizer.json'}"),
+        }
+        return makers[kind]()
+
+    return made
 
 
 @given(TEXT.filter(bool))
@@ -51,16 +72,10 @@ def test_bytes_and_characters_round_trip(text):
 
 
 def test_an_empty_prompt_of_characters_is_in_the_vocabulary():
-    """A line feed if the corpus has one, else its first character; the end-of-text token comes
-    before both.
-    """
-    for text, with_eot, first in (
-        ("ba\nna", False, 0),
-        ("banana", False, 0),
-        ("\tb\n", False, 1),
-        ("banana", True, 3),
-    ):
+    """The end-of-text token, else a line feed if the corpus has one, else its first character."""
+    for text, with_eot, first in (("ba\nna", False, 0), ("\tb\n", False, 1), ("ba", True, 2)):
         assert char_tokenizer(text, with_eot).prompt("") == [first]
+    assert char_tokenizer("banana", False).prompt("") == [0]
 
 
 def test_bytes_and_characters_are_numbered_by_code_point_and_unknown_ones_named():
@@ -120,25 +135,22 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bpe", "t5", *tokenizer_fixtures.KINDS])
-def test_stretches_of_a_text_have_the_ids_of_the_whole_text(kind, tmp_path, data_files):
+def test_stretches_of_a_text_have_the_ids_of_the_whole_text(kind, make, data_files, monkeypatch):
     """Also for tokenizers that put a space before a text (`mistral`, `llama2`, `phi3`, `t5`)."""
-    book = (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:400_000]
-    made = {"bpe": lambda: train_bpe(stretches(book), 600), "t5": lambda: unigram(book)}
-    if kind in tokenizer_fixtures.KINDS:
-        tokenizer = hf_tokenizer(str(tokenizer_fixtures.save(kind, tmp_path)))
-    else:
-        own = made.get(kind, lambda: named_tokenizer(f"gpt2:{data_files / 'gpt2'}"))
-        tokenizer = own()
+    stretch = 1 << 13
+    monkeypatch.setattr("windlass.data.tokenizer.STRETCH", stretch)
+    book = (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:60_000]
+    tokenizer = make(kind, book)
     parts, before, ids = list(stretches(book)), "", list[int]()
-    assert len(parts) > 5 and max(map(len, parts)) <= STRETCH and "".join(parts) == book
+    assert len(parts) > 5 and max(map(len, parts)) <= stretch and "".join(parts) == book
     for part in parts:
         ids += tokenizer.encode(part, before).tolist()
         before = part[-256:]
     assert ids == whole(tokenizer, book) == tokenizer.encode(book).tolist()
-    marks = tokenizer.encode_marked([(book[:100_000], 1), (book[100_000:], 2)])
+    marks = tokenizer.encode_marked([(book[:20_000], 1), (book[20_000:], 2)])
     assert marks[0] == ids and set(marks[1]) == {1, 2}
     # A run without a line or a word is cut within a token, which changes the tokens there alone.
-    run = "".join(book.split())[: 3 * STRETCH]
+    run = "".join(book.split())[: 3 * stretch]
     changed = len(tokenizer.encode(run)) - len(whole(tokenizer, run))
     assert 0 <= changed <= 2 * 3
     if kind != "t5":
@@ -177,17 +189,14 @@ def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "exported", *tokenizer_fixtures.KINDS])
-def test_bytes_of_each_token_add_up(kind, tmp_path):
+def test_bytes_of_each_token_add_up(kind, make, tmp_path):
     text = " é ü ö \u00ff über naïve \u4e2d\u6587 \U0001f642 Žluťoučký<0x41>\u0120\u2581 x"
     spec = tokenizer_fixtures.KINDS.get(kind, {})
     if spec.get("pieces", "bytes") != "bytes":
         text = text.replace("\u2581", "")
-    if spec:
-        tokenizer_fixtures.save(kind, tmp_path)
-    tokenizer = byte_tokenizer() if kind == "byte" else char_tokenizer(text, True)
+    tokenizer = make("char" if kind == "exported" else kind, text)
     if kind == "exported":
         save_tokenizer(tokenizer, Template(), 64, tmp_path)
-    if spec or kind == "exported":
         tokenizer = named_tokenizer(f"hf:{tmp_path}")
     ids, lengths = tokenizer.encode(text), tokenizer.byte_lengths()
     before = len(" ") if spec.get("pieces") == "prepend" else 0
@@ -231,13 +240,8 @@ def test_equal_vocabularies_with_another_start_are_other_tokenizers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", *tokenizer_fixtures.KINDS])
-def test_a_token_has_the_largest_mark_of_its_parts(kind, tmp_path, data_files):
-    if kind in tokenizer_fixtures.KINDS:
-        tokenizer = hf_tokenizer(str(tokenizer_fixtures.save(kind, tmp_path)))
-    else:
-        made = {"byte": byte_tokenizer, "char": lambda: char_tokenizer(SAMPLE, True)}
-        made["bpe"] = lambda: train_bpe([SAMPLE] * 9, 400)
-        tokenizer = made.get(kind, lambda: named_tokenizer(f"gpt2:{data_files / 'gpt2'}"))()
+def test_a_token_has_the_largest_mark_of_its_pieces(kind, make):
+    tokenizer = make(kind)
     pieces = [SAMPLE[:7], SAMPLE[7:8], "", SAMPLE[8:61], SAMPLE[61:]]
     ids, marks = tokenizer.encode_marked(list(zip(pieces, (0, 2, 5, 1, 3), strict=True)))
     assert ids == tokenizer.encode("".join(pieces)).tolist() and len(marks) == len(ids)
@@ -257,9 +261,10 @@ def test_a_token_has_the_largest_mark_of_its_parts(kind, tmp_path, data_files):
 def test_an_exported_character_tokenizer_raises_on_unknown_characters(tmp_path):
     from transformers import AutoTokenizer
 
-    save_tokenizer(char_tokenizer("banana\n", True), Template(), 64, tmp_path)
+    tokenizer = char_tokenizer("banana\n", True)
+    save_tokenizer(tokenizer, Template(), 64, tmp_path)
     reference = AutoTokenizer.from_pretrained(tmp_path)
-    assert reference("nab")["input_ids"] == char_tokenizer("banana\n", True).encode("nab").tolist()
+    assert reference("nab")["input_ids"] == tokenizer.encode("nab").tolist()
     with pytest.raises(Exception, match="UNK"):
         reference("bax")
     with refused("cannot encode"):
@@ -267,12 +272,8 @@ def test_an_exported_character_tokenizer_raises_on_unknown_characters(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", "hf"])
-def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path, data_files):
-    gpt2 = data_files / "gpt2"
-    settings = {"gpt2": f"gpt2:{gpt2}", "hf": f"hf:{gpt2 / 'gpt2-tokenizer.json'}"}
-    made = {"char": lambda: char_tokenizer(SAMPLE, True), "bpe": lambda: train_bpe([SAMPLE], 300)}
-    setting = settings.get(kind, kind)
-    tokenizer = made[kind]() if kind in made else named_tokenizer(setting)
+def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, make, tmp_path):
+    tokenizer = make(kind)
     tokenizer.save(tmp_path)
     folder = tmp_path / "tokenizer"
     loaded = load_tokenizer(folder)
@@ -292,17 +293,11 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
             load_tokenizer(folder)
 
 
-@pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", "hf"])
-def test_added_tokens_have_ids_that_only_a_template_writes(kind, tmp_path, data_files):
+@pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", "chatml"])
+def test_added_tokens_have_ids_that_only_a_template_writes(kind, make, tmp_path):
     text = "The cat sat on the mat.\n"
-    make = {
-        "byte": locate.byte_tokenizer,
-        "char": lambda: locate.char_tokenizer(text + "<|x>", True),
-        "gpt2": lambda: locate.gpt2_tokenizer(str(data_files / "gpt2")),
-        "bpe": lambda: locate.train_bpe([text], 300),
-        "hf": lambda: hf_tokenizer(str(tokenizer_fixtures.save("chatml", tmp_path))),
-    }[kind]
-    plain, added = make(), locate.with_tokens(make(), ["<|x|>", "<y>"])
+    plain, added = make(kind, f"{text}<|x>"), make(kind, f"{text}<|x>")
+    added = with_tokens(added, ["<|x|>", "<y>"])
     new = [plain.vocab, plain.vocab + 1]
     assert [added.special[name] for name in ("<|x|>", "<y>")] == new
     assert added.vocab == plain.vocab + 2 and added.fingerprint != plain.fingerprint

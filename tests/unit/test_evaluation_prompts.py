@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import hf_fixtures
 import tokenizer_fixtures
 from windlass.data.chat import stop_tokens
-from windlass.data.examples import Question, question_prompt
+from windlass.data.items import Question, question_prompt
 from windlass.data.locate import gpt2_tokenizer, hf_tokenizer
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluation.generate import in_order, text_after

@@ -1,4 +1,9 @@
-"""The data of a recipe: from sources to the batches of the loop. `locate`, `sources` and `records`
-find and read items; `tokenizer`, `examples` and `chat` give their tokens; `prepare`, `encode` and
-`shards` write them; `corpus`, `split`, `samples`, `mixture`, `order` and `loader` read them.
+"""The data of a recipe, from sources to the batches of the loop. Each step has its word:
+
+- `sources` and `files` read **items**: a text, or a record, with its place.
+- `items` reads a record as an **example**: a conversation, a pair of texts, or a question.
+- `chat` writes a conversation in **pieces**: texts and special tokens, with a **mark** for a loss.
+- `tokenizer` turns pieces into tokens, and `encode` items into **rows** of marked tokens.
+- `locate` and `prepare` do this for a recipe; `shards` stores the rows.
+- `corpus` and `split` read them, and `samples`, `mixture`, `order` and `loader` make batches.
 """

@@ -1,12 +1,13 @@
-"""Conversations as tokens, laid out by a chat template, and which tokens have a loss. They equal
+"""Conversations as a chat template writes them, and which parts have a loss. The tokens equal
 `apply_chat_template` of `transformers`, except that a special token's text in a message stays text:
-marks protect it while the template is rendered.
+it is escaped while the template is rendered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,17 +18,15 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
-from windlass.data.tokenizer import MARK, Tokenizer
+from windlass.data.items import Message
+from windlass.data.tokenizer import ESCAPE, Tokenizer
 from windlass.errors import UserError, first_line
 from windlass.fileio import read_json
 from windlass.recipe import DataSettings
 
-# `role`, `content`, and other keys that a template reads (`tool_calls`, `name`, ...)
-Message = dict[str, Any]
-Piece = tuple[str | int, bool]  # a text or a special token's id, and whether it has a loss
 Span = tuple[str, bool]  # a part of a rendered text, and whether it has a loss
-Extra = Mapping[str, Any] | None  # what a template reads beside the messages, as `tools`
-Written = Callable[..., str]  # the text of the first messages of a conversation
+Piece = tuple[str | int, bool]  # a text or a special token's id, and whether it has a loss
+Variables = Mapping[str, Any]  # what a template reads beside the messages, as `tools`
 PLAIN = (
     "{{ begin_of_text }}"
     "{% for m in messages %}{% if m.role == 'assistant' %}Assistant:{% generation %} "
@@ -38,9 +37,9 @@ PLAIN = (
 PLAIN_LAYOUT = "User: ... Assistant: ..."
 TODAY = date(2024, 7, 26)  # in templates, so that tokens do not depend on the day
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-# Around a generation block. Like MARK they are noncharacters, which are for use in a program.
+# Around a generation block. Like ESCAPE they are noncharacters, which are for use in a program.
 BEGIN, END = "\ufdd1", "\ufdd2"
-NONCHARACTERS = re.compile(f"[{MARK}{BEGIN}{END}]")
+NONCHARACTERS = re.compile(f"[{ESCAPE}{BEGIN}{END}]")
 SPECIAL = re.compile(r"<\|[^\s<>{}|]+\|>")
 REMEDY = "put {% generation %} and {% endgeneration %} around the answers in the template"
 THOUGHT, THOUGHT_END = "<think>", "</think>"
@@ -71,9 +70,6 @@ class Template:
         }
         return Template(source, texts)
 
-    def __reduce__(self) -> Any:
-        return Template, (self.source, dict(self.tokens))  # without the compiled template
-
     def with_settings(self, data: DataSettings) -> Template:
         """The template of `data.chat_template`, else this one, with `data.chat_template_kwargs`."""
         source = self.source
@@ -98,81 +94,13 @@ class Template:
         text = json.dumps(config, indent=1) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
-    def rows(
-        self,
-        messages: Sequence[Message],
-        tokenizer: Tokenizer,
-        extra: Extra = None,
-        trained: Collection[int] | None = None,
-        is_completion: bool = False,
-    ) -> list[list[Piece]]:
-        """The conversation up to its last answer, in pieces: one row, or a row for each answer.
+    def __reduce__(self) -> Any:
+        return Template, (self.source, dict(self.tokens))  # without the compiled template
 
-        An answer begins after the prompt that the model gets for it, and the last one ends with the
-        text. In some layouts the next turn's first token ends an answer; if no token does, the
-        end-of-text token follows. Each answer has a row, which begins with its prompt, if an
-        earlier one lacks an end, or if the template writes it in another way, for example without
-        its thoughts. If the template has `{% generation %}` blocks, their content counts instead.
-
-        Args:
-            extra: what the template reads beside the messages: `tools`, and names of a user.
-            trained: the places of the answers with a loss; default: all.
-            is_completion: generation blocks do not matter, as for TRL's completions.
-        """
-        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = places if trained is None else sorted(trained)
-        messages = messages[: places[-1] + 1]
-        if self.source and (is_completion or not GENERATION.search(self.source)):
-            return self._answer_rows(messages, wanted, tokenizer, extra)
-        first = [0]  # the blocks before each answer
-        if len(wanted) < len(places):
-            befores = (self.text(messages[:n], tokenizer, True, extra, True) for n in places)
-            first = [before.count(BEGIN) for before in befores]
-        before, *blocks = self.text(messages, tokenizer, False, extra, True).split(BEGIN)
-        spans = [(before, False)]
-        for number, block in enumerate(blocks, first[0]):
-            inside, _, after = block.partition(END)
-            counts = places[bisect_right(first, number) - 1] in wanted
-            spans += [(inside, counts), (after, False)]
-        return [_cut(spans, tokenizer)]
-
-    def _answer_rows(
-        self,
-        messages: Sequence[Message],
-        wanted: Sequence[int],
-        tokenizer: Tokenizer,
-        extra: Extra,
-    ) -> list[list[Piece]]:
-        """A conversation whose `wanted` answers follow their prompts: one row, or one each."""
-
-        @cache
-        def written(count: int, ask: bool = False) -> str:
-            """The first messages; with `ask` as the prompt for the next one."""
-            return self.text(messages[:count], tokenizer, ask, extra)
-
-        whole, spans, done = written(len(messages)), list[Span](), 0
-        answers = [self._answer(place, messages[place], written, tokenizer) for place in wanted]
-
-        def apart() -> list[list[Piece]]:
-            rows = ([(prompt, False), _ended(answer, tokenizer)] for prompt, answer in answers)
-            return [_cut(row, tokenizer) for row in rows]
-
-        for place, (prompt, answer) in zip(wanted, answers, strict=True):
-            start, text = len(prompt), prompt + answer
-            stop = _shared(whole, text, tokenizer)
-            if stop < start or tokenizer.special_pattern.sub("", text[stop:]).strip():
-                return apart()
-            stop = len(whole) if place == len(messages) - 1 else stop
-            if not _has_end(text[start:stop], tokenizer):  # the next turn's first token may end it
-                after = tokenizer.special_pattern.match(whole, stop)
-                if not after and place < len(messages) - 1 and tokenizer.eot is not None:
-                    return apart()
-                stop = after.end() if after else stop
-            spans += [(whole[done:start], False), (whole[start:stop], True)]
-            done = stop
-        if spans and done == len(whole):
-            spans[-1] = _ended(spans[-1][0], tokenizer)
-        return [_cut([*spans, (whole[done:], False)], tokenizer)]
+    def unknown_tokens(self, tokenizer: Tokenizer) -> list[str]:
+        """What looks like a special token in the template and is none of the tokenizer's."""
+        found = dict.fromkeys(SPECIAL.findall(self.source))
+        return [text for text in found if text not in tokenizer.special]
 
     def lacks_end(self, tokenizer: Tokenizer) -> bool:
         """Whether answers end with the end-of-text token because the template writes no end."""
@@ -183,46 +111,33 @@ class Template:
             return not _has_end(self.text(turns, tokenizer, ask=False), tokenizer)
         return False
 
-    def unknown_tokens(self, tokenizer: Tokenizer) -> list[str]:
-        """What looks like a special token in the template and is none of the tokenizer's."""
-        found = dict.fromkeys(SPECIAL.findall(self.source))
-        return [text for text in found if text not in tokenizer.special]
-
-    def _answer(
-        self, place: int, message: Message, written: Written, tokenizer: Tokenizer
-    ) -> tuple[str, str]:
-        """The prompt for a message, and the message as its answer.
-
-        If the template does not write the prompt before an answer, or leaves out the answer's
-        thought, both are written nevertheless, because the model gets and writes them.
-        """
-        text, prompt = written(place + 1), ""
-        with contextlib.suppress(UserError):  # some templates reject such messages
-            prompt = written(place, ask=True) if place else ""
-        if not prompt:  # the text up to the prompt that follows a user's message in this template
-            user = [{"role": "user", "content": "a"}]
-            asked, other = (self.text(user, tokenizer, ask) for ask in (True, False))
-            if prompt := asked[_shared(asked, other, tokenizer) :]:
-                prompt = text[: max(0, text.rfind(prompt))] + prompt
-            elif first := tokenizer.special_pattern.match(text):
-                prompt = first[0]
-        answer = text[_answer_start(place, prompt, written, tokenizer) :]
-        is_open, is_closed = (prompt.rstrip().endswith(tag) for tag in (THOUGHT, THOUGHT_END))
-        is_other = not text.startswith(prompt)
-        if is_closed and is_other:  # the prompt has an empty thought
-            answer = answer.rpartition(THOUGHT_END)[2].lstrip()
-        elif is_open and is_other:
-            answer = answer.removeprefix(THOUGHT)
-        if THOUGHT_END in self.source and THOUGHT_END not in answer and not is_closed:
-            thought, end, _ = str(message["content"]).rpartition(THOUGHT_END)
-            if not end and (thought := message.get("reasoning_content") or ""):
-                thought, end = f"{thought}\n", f"{THOUGHT_END}\n\n"
-            guarded: str = _guarded(thought, tokenizer)
-            if thought := guarded.lstrip().removeprefix(THOUGHT).lstrip("\n") + end:
-                answer = ("" if is_open else f"{THOUGHT}\n") + thought + answer
-            elif is_open and is_other:
-                answer = f"\n{THOUGHT_END}\n\n{answer}"
-        return prompt, answer
+    def text(
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        ask: bool,
+        variables: Variables | None = None,
+        blocks: bool = False,
+    ) -> str:
+        """The conversation, with special tokens in plain text escaped. With `ask` the prompt for an
+        answer follows; with `blocks` BEGIN and END are around the generation blocks."""
+        variables = variables or {}
+        has_tools = variables.get("tools") or any(m.get("tool_calls") for m in messages)
+        if has_tools and not self.source:
+            remedy = "set data.tokenizer to a tokenizer that has one"
+            raise UserError(f"tools need a chat template; {remedy}")
+        token_text = tokenizer.inner.id_to_token
+        # `transformers` passes None for an argument that a caller omits, and templates check it.
+        names: dict[str, Any] = {"documents": None, "tools": None, **self.tokens}
+        names["begin_of_text"] = "".join(map(token_text, tokenizer.begin))
+        names["end_of_text"] = "" if tokenizer.eot is None else token_text(tokenizer.eot)
+        try:
+            names |= _escaped({**variables, "messages": messages}, tokenizer)
+            rendered = str(self._compiled.render(names, add_generation_prompt=ask))
+            return rendered if blocks else rendered.replace(BEGIN, "").replace(END, "")
+        except Exception as error:  # a template is a program
+            problem = "the tokenizer's chat template rejects this conversation"
+            raise UserError(f"{problem}: {error}") from None
 
     @cached_property
     def _compiled(self) -> Any:
@@ -244,68 +159,182 @@ class Template:
         source = GENERATION.sub(lambda m: f"{m[1]}{tags[m[2]]}{m[3]}", self.source or PLAIN)
         return environment.from_string(source)
 
-    def text(
+    def rows(
         self,
         messages: Sequence[Message],
         tokenizer: Tokenizer,
-        ask: bool,
-        extra: Extra = None,
-        blocks: bool = False,
-    ) -> str:
-        """The conversation, with marks in plain texts, and around the generation `blocks`."""
-        extra = extra or {}
-        if not self.source and (extra.get("tools") or any(m.get("tool_calls") for m in messages)):
-            remedy = "set data.tokenizer to a tokenizer that has one"
-            raise UserError(f"tools need a chat template; {remedy}")
-        text = tokenizer.inner.id_to_token
-        # `transformers` passes None for an argument that a caller omits, and templates check it.
-        names: dict[str, Any] = {"documents": None, "tools": None, **self.tokens}
-        names["begin_of_text"] = "".join(map(text, tokenizer.begin))
-        names["end_of_text"] = "" if tokenizer.eot is None else text(tokenizer.eot)
-        guarded = partial(_guarded, tokenizer=tokenizer)
-        try:
-            names |= {**guarded(extra), "messages": guarded(messages)}
-            rendered = str(self._compiled.render(names, add_generation_prompt=ask))
-            return rendered if blocks else rendered.replace(BEGIN, "").replace(END, "")
-        except Exception as error:  # a template is a program
-            problem = "the tokenizer's chat template rejects this conversation"
-            raise UserError(f"{problem}: {error}") from None
+        variables: Variables | None = None,
+        trained: Collection[int] | None = None,
+        is_completion: bool = False,
+    ) -> list[list[Piece]]:
+        """The conversation up to its last answer, in pieces: one row, or a row for each answer.
+
+        If the template has `{% generation %}` blocks, their content has the loss. Otherwise an
+        answer begins after the prompt that the model gets for it, and the last one ends with the
+        text. In some layouts the next turn's first token ends an answer; if no token does, the
+        end-of-text token follows. Each answer has a row, which begins with its prompt, if an
+        earlier one lacks an end, or if the template writes it in another way, for example without
+        its thoughts.
+
+        Args:
+            variables: what the template reads beside the messages: `tools`, and names of a user.
+            trained: the places of the answers with a loss; default: all.
+            is_completion: generation blocks do not matter, as for TRL's completions.
+        """
+        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = places if trained is None else sorted(trained)
+        messages = messages[: places[-1] + 1]
+        if self.source and (is_completion or not GENERATION.search(self.source)):
+            rows = _Answers(self, messages, tokenizer, variables).rows(wanted)
+        else:
+            first = [0]  # the blocks before each answer
+            if len(wanted) < len(places):
+                befores = (
+                    self.text(messages[:n], tokenizer, True, variables, True) for n in places
+                )
+                first = [before.count(BEGIN) for before in befores]
+            before, *blocks = self.text(messages, tokenizer, False, variables, True).split(BEGIN)
+            rows = [[(before, False)]]
+            for number, block in enumerate(blocks, first[0]):
+                inside, _, after = block.partition(END)
+                has_loss = places[bisect_right(first, number) - 1] in wanted
+                rows[0] += [(inside, has_loss), (after, False)]
+        return [_pieces_of(spans, tokenizer) for spans in rows]
 
 
-def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
-    """Values without special tokens, because a mark follows each character of one."""
+@dataclass(frozen=True)
+class _Answers:
+    """The answers of a conversation, found by rendering its first messages.
+
+    An answer is a prompt, which the template writes for it, and the text after this prompt.
+    """
+
+    template: Template
+    messages: Sequence[Message]
+    tokenizer: Tokenizer
+    variables: Variables | None
+
+    @cached_property
+    def text(self) -> Callable[..., str]:
+        """The text of the first messages; with `ask=True` and the prompt for the next one."""
+
+        @cache
+        def text(count: int, ask: bool = False) -> str:
+            messages = self.messages[:count]
+            return self.template.text(messages, self.tokenizer, ask, self.variables)
+
+        return text
+
+    def rows(self, wanted: Sequence[int]) -> list[list[Span]]:
+        """The whole text with the loss of the `wanted` answers, or a row for each of them."""
+        answers = [self.answer(place) for place in wanted]
+        rows = [self._in_whole(wanted, answers)]
+        if not rows[0]:
+            rows = [[(prompt, False), (answer, True)] for prompt, answer in answers]
+        eot = self.tokenizer.eot
+        for spans in rows:
+            text, has_loss = spans[-1]
+            if has_loss and eot is not None and not _has_end(text, self.tokenizer):
+                spans[-1] = text + self.tokenizer.inner.id_to_token(eot), True
+        return rows
+
+    def _in_whole(self, wanted: Sequence[int], answers: list[tuple[str, str]]) -> list[Span]:
+        """The whole text in spans; empty if it has an answer in another form or without an end."""
+        whole, spans, done = self.text(len(self.messages)), list[Span](), 0
+        special, eot = self.tokenizer.special_pattern, self.tokenizer.eot
+        for place, (prompt, answer) in zip(wanted, answers, strict=True):
+            start, text = len(prompt), prompt + answer
+            is_last = place == len(self.messages) - 1
+            stop = _shared(whole, text, self.tokenizer)
+            if stop < start or special.sub("", text[stop:]).strip():
+                return []
+            stop = len(whole) if is_last else stop
+            if not _has_end(text[start:stop], self.tokenizer):
+                if after := special.match(whole, stop):  # the next turn's first token ends it
+                    stop = after.end()
+                elif not is_last and eot is not None:
+                    return []
+            spans += [(whole[done:start], False), (whole[start:stop], True)]
+            done = stop
+        return [*spans, (whole[done:], False)] if done < len(whole) else spans
+
+    def answer(self, place: int) -> tuple[str, str]:
+        """The prompt for a message, and the message as its answer.
+
+        If the template does not write the prompt before an answer, or leaves out the answer's
+        thought, both are written nevertheless, because the model gets and writes them.
+        """
+        prompt = self._prompt(place)
+        answer = self.text(place + 1)[self._start(place, prompt) :]
+        return prompt, self._with_thought(place, prompt, answer)
+
+    def _prompt(self, place: int) -> str:
+        if place:
+            with contextlib.suppress(UserError):  # some templates reject such messages
+                if prompt := self.text(place, ask=True):
+                    return prompt
+        # the text up to the prompt that follows a user's message in this template
+        text, user = self.text(place + 1), [{"role": "user", "content": "a"}]
+        asked, other = (self.template.text(user, self.tokenizer, ask) for ask in (True, False))
+        if header := asked[_shared(asked, other, self.tokenizer) :]:
+            return text[: max(0, text.rfind(header))] + header
+        first = self.tokenizer.special_pattern.match(text)
+        return first[0] if first else ""
+
+    def _start(self, place: int, prompt: str) -> int:
+        """The first character of an answer, after the part of its prompt that is in the text."""
+        whole = self.text(place + 1)
+        if whole.startswith(prompt):
+            return len(prompt)
+        with contextlib.suppress(UserError):
+            first = _shared(prompt, self.text(place), self.tokenizer)
+            last = _shared(prompt, whole, self.tokenizer)
+            lines = re.finditer(f"{self.tokenizer.special_pattern.pattern}|\n", prompt)
+            if ends := [line.end() for line in lines if first < line.end() <= last]:
+                return ends[-1]
+        problem = f"turn {place + 1} begins without the generation prompt {prompt[-80:]!r}"
+        raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
+
+    def _with_thought(self, place: int, prompt: str, answer: str) -> str:
+        """An answer with the thought of its message, if the template leaves it out."""
+        is_rewritten = not self.text(place + 1).startswith(prompt)
+        is_open = prompt.rstrip().endswith(THOUGHT)
+        if prompt.rstrip().endswith(THOUGHT_END):  # the prompt has an empty thought
+            return answer.rpartition(THOUGHT_END)[2].lstrip() if is_rewritten else answer
+        if is_open and is_rewritten:
+            answer = answer.removeprefix(THOUGHT)
+        if THOUGHT_END not in self.template.source or THOUGHT_END in answer:
+            return answer
+        message = self.messages[place]
+        thought, end, _ = str(message["content"]).rpartition(THOUGHT_END)
+        if not end and message.get("reasoning_content"):
+            thought, end = f"{message['reasoning_content']}\n", f"{THOUGHT_END}\n\n"
+        escaped: str = _escaped(thought, self.tokenizer)
+        thought = escaped.lstrip().removeprefix(THOUGHT).lstrip("\n") + end
+        if thought:
+            return thought + answer if is_open else f"{THOUGHT}\n{thought}{answer}"
+        return f"\n{THOUGHT_END}\n\n{answer}" if is_open and is_rewritten else answer
+
+
+def _escaped(value: Any, tokenizer: Tokenizer) -> Any:
+    """Values with ESCAPE after each character of a special token's text."""
     if isinstance(value, str):
         text = value if value.isascii() else NONCHARACTERS.sub("", value)
         own = (THOUGHT, THOUGHT_END)  # a thought's tags are the answer's own
-        marked = lambda m: m[0] if m[0] in own else MARK.join(m[0]) + MARK  # noqa: E731
-        return tokenizer.special_pattern.sub(marked, text)
+        escaped = lambda m: m[0] if m[0] in own else ESCAPE.join(m[0]) + ESCAPE  # noqa: E731
+        return tokenizer.special_pattern.sub(escaped, text)
     if isinstance(value, Mapping):
-        return {_guarded(k, tokenizer): _guarded(part, tokenizer) for k, part in value.items()}
+        return {_escaped(k, tokenizer): _escaped(part, tokenizer) for k, part in value.items()}
     if isinstance(value, Sequence):
-        return [_guarded(part, tokenizer) for part in value]
+        return [_escaped(part, tokenizer) for part in value]
     return value
-
-
-def _answer_start(place: int, prompt: str, written: Written, tokenizer: Tokenizer) -> int:
-    """The first character of a message in the text, after the part of its prompt that both have."""
-    whole = written(place + 1)
-    if whole.startswith(prompt):
-        return len(prompt)
-    with contextlib.suppress(UserError):
-        first, last = (_shared(prompt, text, tokenizer) for text in (written(place), whole))
-        lines = re.finditer(f"{tokenizer.special_pattern.pattern}|\n", prompt)
-        if ends := [line.end() for line in lines if first < line.end() <= last]:
-            return ends[-1]
-    problem = f"turn {place + 1} begins without the generation prompt {prompt[-80:]!r}"
-    raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
 
 
 def _shared(text: str, other: str, tokenizer: Tokenizer) -> int:
     """The characters that two texts begin with, in whole special tokens."""
     if text.startswith(other):
         return len(other)
-    pairs = enumerate(zip(text, other, strict=False))
-    count = next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
+    count = len(os.path.commonprefix([text, other]))  # noqa: RUF071 (by character)
     for one in (text, other):
         for match in tokenizer.special_pattern.finditer(one):
             if match.start() < count < match.end():
@@ -319,20 +348,38 @@ def _has_end(answer: str, tokenizer: Tokenizer) -> bool:
     return bool(ends) and not answer[ends[-1] :].strip()
 
 
-def _ended(answer: str, tokenizer: Tokenizer) -> Span:
-    """The last answer of a row, with the end-of-text token if the template writes no end."""
-    if tokenizer.eot is not None and not _has_end(answer, tokenizer):
-        answer += tokenizer.inner.id_to_token(tokenizer.eot)
-    return answer, True
-
-
-def _cut(spans: Iterable[Span], tokenizer: Tokenizer) -> list[Piece]:
+def _pieces_of(spans: Iterable[Span], tokenizer: Tokenizer) -> list[Piece]:
     pieces = list[Piece]()
-    for counts, run in groupby(spans, lambda span: span[1]):
+    for has_loss, run in groupby(spans, lambda span: span[1]):
         for piece in tokenizer.pieces("".join(text for text, _ in run)):
-            own = piece.replace(MARK, "") if isinstance(piece, str) else piece
-            pieces.append((own, counts))
+            own = piece.replace(ESCAPE, "") if isinstance(piece, str) else piece
+            pieces.append((own, has_loss))
     return pieces
+
+
+def rendered_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a `Template.text`."""
+    return tokenizer.encode_marked(_pieces_of([(text, False)], tokenizer))[0]
+
+
+def prompt_tokens(messages: list[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
+    return rendered_tokens(template.text(messages, tokenizer, ask=True), tokenizer)
+
+
+def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's, and the ends of turns in its chat template."""
+    if template is None:
+        return tokenizer.ends
+    ends = set(tokenizer.ends)
+    turns = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    for talk in (turns, turns * 2):
+        with contextlib.suppress(UserError):  # a template without such turns
+            is_after = False
+            for piece, has_loss in chain.from_iterable(template.rows(talk, tokenizer)):
+                is_after = has_loss and (is_after or str(piece).endswith("b"))
+                if is_after and isinstance(piece, int):
+                    ends.add(piece)
+    return frozenset(ends)
 
 
 def show_row(tokens: Iterable[int], marks: Iterable[bool], tokenizer: Tokenizer) -> str:
@@ -342,28 +389,3 @@ def show_row(tokens: Iterable[int], marks: Iterable[bool], tokenizer: Tokenizer)
         text = tokenizer.decode(token for token, _ in run)
         shown += f"\u27e6{text}\u27e7" if mark else text
     return shown
-
-
-def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, and the ends of turns in its chat template."""
-    ends = set(tokenizer.ends)
-    if template is not None:
-        turns = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-        for talk in (turns, turns * 2):
-            with contextlib.suppress(UserError):  # a template without such turns
-                is_after = False
-                for piece, counts in chain(*template.rows(talk, tokenizer)):
-                    is_after = counts and (is_after or str(piece).endswith("b"))
-                    ends.update([piece] if is_after and isinstance(piece, int) else [])
-    return frozenset(ends)
-
-
-def text_tokens(text: str, tokenizer: Tokenizer, ending: str = "") -> tuple[list[int], int]:
-    """The tokens of a `Template.text` and an ending, and how many of them are not the ending's."""
-    pieces = _cut([(text, False), (ending, True)], tokenizer)
-    ids, marks = tokenizer.encode_marked(pieces)
-    return ids, [*marks, True].index(True)
-
-
-def prompt_tokens(messages: list[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
-    return text_tokens(template.text(messages, tokenizer, ask=True), tokenizer)[0]

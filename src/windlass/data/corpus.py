@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
+from windlass.data.files import local_files
 from windlass.data.locate import Member, S, SourceSpec
 from windlass.data.progress import Progress
 from windlass.data.remote import RemoteFile, list_urls
 from windlass.data.shards import Index, Shard, bad_shard, on_disk, unknown_id
-from windlass.data.sources import local_files
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import first_line
 from windlass.recipe import DataSettings

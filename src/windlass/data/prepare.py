@@ -23,7 +23,7 @@ from windlass.data import locate
 from windlass.data.chat import PLAIN_LAYOUT, Template
 from windlass.data.corpus import Corpus, Limit, Need, Table, scan_source, with_limits
 from windlass.data.encode import Encoder, write_source
-from windlass.data.examples import example_of
+from windlass.data.items import Item, example_of, text_of
 from windlass.data.locate import (
     Member,
     SourceSpec,
@@ -34,7 +34,6 @@ from windlass.data.locate import (
     wanted_sources,
 )
 from windlass.data.progress import Progress
-from windlass.data.records import Item, text_of
 from windlass.data.shards import (
     INDEX,
     Index,

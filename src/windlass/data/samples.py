@@ -7,14 +7,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from windlass.data.corpus import Stream
 from windlass.data.order import permute, sample_indices
-from windlass.data.split import Part
 from windlass.recipe.settings import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from windlass.data.corpus import Stream
+    from windlass.data.split import Part
 
 A = TypeVar("A")  # np.ndarray when read, Tensor for the model
 
@@ -304,42 +306,55 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     mixed = permute(np.arange(len(sizes)), len(sizes), "windlass/packing/items")
     items = mixed[np.argsort(-sizes[mixed], kind="stable")]  # neighbours in a file may be alike
     row_of = np.empty(len(items), np.int64)
-    by_room: dict[int, list[np.ndarray]] = {}  # rows, by the tokens that still fit
-    rooms = 0  # the keys of `by_room` as bits, because the lowest bit above others is fast to find
+    rooms = _Rooms()
     rows = done = 0
-
-    def put(room: int, some: np.ndarray) -> int:
-        if room and len(some):
-            by_room.setdefault(room, []).append(some)
-            return rooms | 1 << room
-        return rooms
-
     lengths, counts = np.unique(sizes, return_counts=True)
     for size, count in zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
         end = done + count
         while done < end:
-            if above := rooms >> size:
-                room = size + (above & -above).bit_length() - 1
-                some = by_room[room].pop()
-                rooms ^= 0 if by_room[room] else 1 << room
+            if (found := rooms.take(size)) is not None:
+                room, some = found
             else:
                 room, first = context, rows
                 rows += -(-(end - done) // (context // size))
                 some = np.arange(first, rows)
             each = room // size
             needed = -(-(end - done) // each)
-            rooms = put(room, some[needed:])
+            rooms.put(room, some[needed:])
             some = some[:needed]
             placed = min(len(some) * each, end - done)
             row_of[done : done + placed] = np.repeat(some, each)[:placed]
             done += placed
             if missing := len(some) * each - placed:  # the last row has fewer of these items
-                rooms = put(room - (each - missing) * size, some[-1:])
+                rooms.put(room - (each - missing) * size, some[-1:])
                 some = some[:-1]
-            rooms = put(room - each * size, some)
+            rooms.put(room - each * size, some)
     row_of = permute(np.arange(rows), rows, "windlass/packing/rows")[row_of]
     order = items[np.argsort(row_of, kind="stable")]
     return order, np.append(0, np.cumsum(np.bincount(row_of, minlength=rows)))
+
+
+class _Rooms:
+    """Rows by their room: the tokens that still fit."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[np.ndarray]] = {}
+        self._bits = 0  # a bit for each room, because the lowest bit above others is fast to find
+
+    def put(self, room: int, rows: np.ndarray) -> None:
+        if room and len(rows):
+            self._rows.setdefault(room, []).append(rows)
+            self._bits |= 1 << room
+
+    def take(self, size: int) -> tuple[int, np.ndarray] | None:
+        """The least room that holds `size`, and rows with it."""
+        if not (above := self._bits >> size):
+            return None
+        room = size + (above & -above).bit_length() - 1
+        rows = self._rows[room].pop()
+        if not self._rows[room]:
+            self._bits ^= 1 << room
+        return room, rows
 
 
 class BestFitSamples:

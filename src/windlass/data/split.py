@@ -24,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from windlass.data.corpus import FEW, Corpus, Limit, with_limits
-from windlass.data.examples import Question, example_of
+from windlass.data.items import Question, example_of
 from windlass.data.locate import Member, SourceSpec
 from windlass.data.order import splitmix
 from windlass.data.sources import open_source

@@ -23,7 +23,7 @@ from windlass.fileio import write_atomic
 
 FOLDER, DESCRIPTION, JSON_FILE = "tokenizer", "windlass.json", "tokenizer.json"
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "\ufffd"
-MARK = "\ufdd0"  # follows a character of a text that is not a special token (`windlass.data.chat`)
+ESCAPE = "\ufdd0"  # after each character of a special token's text that is plain text (`chat.py`)
 # GPT-2's cut of a text into words, before it merges pairs (Radford et al. 2019, released code).
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Characters that are encoded at once: `tokenizers` needs 150 bytes for each, and the stack of
@@ -35,6 +35,10 @@ PROBE = (
     "def f(x):\n\treturn x ** 2  # It's 3.14159, isn't it?\r\n\r\n    Žluťoučký kůň 12345 中文字符 "
     "Ελλάδα кот 🙂👩‍👩‍👧 e\u0301 ﬁ №  \u00a0end <|endoftext|></s>"
 )
+
+
+# Texts and special tokens (ids), each with its mark, for example whether it has a loss.
+MarkedPieces = Sequence[tuple[str | int, int]]
 
 
 class Description(BaseModel):
@@ -67,17 +71,17 @@ class Tokenizer:
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True  # the text of a special token is plain text
-        pieces = inner.get_vocab(with_added_tokens=True)
-        self.vocab = max(pieces.values()) + 1
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        self.vocab = max(vocabulary.values()) + 1
         # a model's configuration may have ids that its tokenizer does not have
-        self.ends = frozenset({eot, *ends}.intersection(pieces.values()))
-        self.start: int | None = start if start in pieces.values() else None
+        self.ends = frozenset({eot, *ends}.intersection(vocabulary.values()))
+        self.start: int | None = start if start in vocabulary.values() else None
         self.begin: tuple[int, ...] = ()
         if inner.post_processor is not None:
             encoded = inner.encode("a")
             count = [*encoded.special_tokens_mask, 0].index(0)
             self.begin = tuple(encoded.ids[:count])
-        content = [sorted(pieces.items()), eot, probe_ids(inner), self.begin]
+        content = [sorted(vocabulary.items()), eot, probe_ids(inner), self.begin]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
         added = inner.get_added_tokens_decoder().items()
         self.special: dict[str, int] = {t.content: i for i, t in added if t.special}
@@ -95,14 +99,117 @@ class Tokenizer:
         """The ids after a document: the end of a text, unless it stands before the next one."""
         return () if self.eot is None or self.eot in self.first else (self.eot,)
 
+    def with_edges(self, ids: np.ndarray, begins: bool, ends: bool) -> np.ndarray:
+        """The ids of a document or a part of one, with its edges, unless the text has them."""
+        first = self.first if begins else ()
+        last = self.last if ends else ()
+        if tuple(ids[: len(first)].tolist()) == first:
+            first = ()
+        if tuple(ids[len(ids) - len(last) :].tolist()) == last:
+            last = ()
+        return np.concatenate([np.array(first, np.int64), ids, np.array(last, np.int64)])
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens from which a model generates; never empty.
+
+        For an empty text: `begin`, else the model's start token, else the end-of-text token, else a
+        line feed, else the first character.
+        """
+        if ids := [*self.begin, *self.encode(text).tolist()]:
+            return ids
+        if (first := self.eot if self.start is None else self.start) is not None:
+            return [first]
+        has_line_feed = self.kind != "char" or "\n" in self.inner.get_vocab()
+        return self.encode("\n").tolist()[:1] if has_line_feed else [0]
+
+    def encode(self, text: str, before: str = "") -> np.ndarray:
+        """Token ids of a text, int64 [n]; half a surrogate pair becomes "?".
+
+        `before`: the end of the text that this one continues, for tokenizers that mark the start of
+        a text. Raises UserError for a character that the tokenizer does not know.
+        """
+        if self.kind == "byte":
+            return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
+        if self.kind == "char":
+            return self._encode_characters(text)
+        parts, before = [np.zeros(0, np.int64)], valid(before)
+        for stretch in stretches(valid(text)):
+            if before and self.kind != "gpt2" and self._marks_start:
+                parts.append(self._encode_after(before, stretch))
+            else:
+                parts.append(self._encode_stretch(stretch))
+            before = stretch
+        return np.concatenate(parts)
+
+    def _encode_stretch(self, text: str) -> np.ndarray:
+        if self.kind == "gpt2":
+            ids: np.ndarray = self._tiktoken.encode_to_numpy(text, disallowed_special=())
+            return ids.astype(np.int64)
+        try:
+            encoded = self.inner.encode_batch_fast([text], add_special_tokens=False)[0]
+        except Exception as error:  # the library raises a bare Exception
+            raise UserError(f"the tokenizer cannot encode the text: {error}") from None
+        ids = np.array(encoded.ids, dtype=np.int64)
+        return ids if self.eot is None else ids[ids != self.eot]
+
+    def _encode_after(self, before: str, text: str) -> np.ndarray:
+        """The ids of a text that continues another, for a tokenizer that marks starts."""
+        for head in (before[-TAIL:], "a", "\n"):
+            alone, both = self._encode_stretch(head), self._encode_stretch(head + text)
+            if np.array_equal(both[: len(alone)], alone):
+                return both[len(alone) :]
+        return self._encode_stretch(text)
+
+    @cached_property
+    def _marks_start(self) -> bool:
+        """Whether a text has other ids at the start of a text than after a line."""
+        line, start, both = (probe_ids(self.inner, text) for text in ("a\n", "b", "a\nb"))
+        return line + start != both
+
+    def _encode_characters(self, text: str) -> np.ndarray:
+        raw = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
+        points, id_of = raw.astype(np.int64), self._id_of_point
+        ids: np.ndarray = id_of[np.minimum(points, len(id_of) - 1)]
+        if (ids < 0).any():
+            missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
+            raise UserError(f"the character tokenizer's corpus has no {missing}")
+        return ids
+
+    @cached_property
+    def _id_of_point(self) -> np.ndarray:
+        """The id of each code point, or -1; the last one is for all above."""
+        points = sorted(map(ord, self.inner.get_vocab(with_added_tokens=False)))
+        ids = np.full(points[-1] + 2, -1, dtype=np.int64)
+        ids[points] = np.arange(len(points))
+        return ids
+
+    @cached_property
+    def _tiktoken(self) -> Any:
+        import tiktoken
+
+        special = set(self.special.values())
+        ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i not in special}
+        return tiktoken.Encoding(
+            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
+        )
+
+    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], int]:
+        """The tokens of `begin`, prompt and answer, and how many of them are not the answer's."""
+        alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
+        # one text, if this leaves the prompt's own tokens unchanged
+        if both[: len(alone)] != alone or len(both) == len(alone):
+            both = alone + self.encode(answer, before=prompt or "a").tolist()
+        return both, len(alone)
+
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """Matches unmarked special tokens; the longest one, as `tokenizers` does."""
+        """Matches the text of special tokens, unless it is escaped; the longest one, as
+        `tokenizers` does."""
         texts = sorted(self.special, key=len, reverse=True)
-        return re.compile(f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'})(?!{MARK})")
+        return re.compile(f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'})(?!{ESCAPE})")
 
     def pieces(self, text: str) -> Iterator[str | int]:
-        """The parts of a text: ids of its unmarked special tokens, and the texts between them."""
+        """The special tokens (ids) of a text, and the texts between them."""
         done = 0
         for match in self.special_pattern.finditer(text):
             if match.start() > done:
@@ -112,22 +219,85 @@ class Tokenizer:
         if done < len(text):
             yield text[done:]
 
-    @cached_property
-    def _fast(self) -> Any:
-        """For characters the id of each code point or -1; for GPT-2 the encoding of `tiktoken`."""
-        if self.kind == "char":
-            characters = self.inner.get_vocab(with_added_tokens=False)
-            points = np.array(sorted(map(ord, characters)), dtype=np.int64)
-            ids = np.full(int(points[-1]) + 2, -1, dtype=np.int64)
-            ids[points] = np.arange(len(points))
-            return ids
-        import tiktoken
+    def encode_special(self, text: str, before: str = "") -> np.ndarray:
+        """`encode`, but with the special tokens of the text."""
+        head, *rest = list(self.pieces(text)) or [""]
+        first = [head] if isinstance(head, int) else self.encode(head, before)
+        ids, _ = self.encode_marked([(piece, 0) for piece in rest])
+        return np.concatenate([np.array(first, np.int64), np.array(ids, np.int64)])
 
-        special = set(self.special.values())
-        ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i not in special}
-        return tiktoken.Encoding(
-            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
-        )
+    def encode_marked(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
+        """The tokens of pieces, each with the mark of its piece.
+
+        The joined texts are encoded together. A token over several pieces has their largest mark.
+        """
+        pieces = [piece for piece in pieces if piece[0] != ""]
+        if self._bytes is None:
+            return self._encode_by_offsets(pieces)
+        ids, marks = list[int](), list[int]()
+        for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
+            values, own = zip(*run, strict=True)
+            if is_special:
+                ids += values
+                marks += own
+                continue
+            texts = [text.encode("utf-8", "replace") for text in values]
+            tokens = self.encode(b"".join(texts).decode())
+            ids += tokens.tolist()
+            if len(set(own)) == 1 or not len(tokens):
+                marks += [own[0]] * len(tokens)
+                continue
+            by_byte = np.repeat(own, list(map(len, texts)))
+            starts = np.cumsum(self._sizes[tokens]) - self._sizes[tokens]
+            marks += np.maximum.reduceat(by_byte, starts).tolist()
+        return ids, marks
+
+    def _encode_by_offsets(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
+        """`encode_marked` by the places of the library's tokens in the text."""
+        library, stand_ins, stand_in_ids = self._stand_ins
+        texts = [stand_ins[piece] if isinstance(piece, int) else piece for piece, _ in pieces]
+        text = valid("".join(texts))
+        encoded, done, before = [np.zeros((0, 3), np.int64)], 0, ""
+        for stretch in stretches(text):
+            found = library.encode(before + stretch, add_special_tokens=False)
+            # id, first character and end of each token
+            tokens = np.column_stack([found.ids, np.reshape(found.offsets, (-1, 2))])
+            tokens = tokens[tokens[:, 1] >= len(before)].astype(np.int64)
+            tokens[:, 1:] += done - len(before)
+            encoded.append(tokens)
+            done, before = done + len(stretch), stretch[-TAIL:]
+        tokens = np.concatenate(encoded)
+        # without a special token's text in the common vocabulary, which `encode` drops too
+        special = np.flatnonzero(np.isin(tokens[:, 0], list(self.special.values())))
+        own = [n for n in special if self.special.get(text[slice(*tokens[n, 1:])]) == tokens[n, 0]]
+        ids, start, stop = np.delete(tokens, own, axis=0).T
+        ends = np.cumsum(list(map(len, texts)))
+        first = np.searchsorted(ends, start, "right")
+        last = np.searchsorted(ends, np.maximum(stop, start + 1), "left")
+        spans = np.stack([first, last + 1], axis=1).ravel()
+        marks = np.maximum.reduceat([*(mark for _, mark in pieces), False], spans)[::2]
+        if given := [piece for piece in pieces if isinstance(piece[0], int)]:
+            at = np.isin(ids, stand_in_ids)
+            ids[at], marks[at] = zip(*given, strict=True)
+        return ids.tolist(), marks.tolist()
+
+    @cached_property
+    def _stand_ins(self) -> tuple[Any, dict[int, str], list[int]]:
+        """A copy of the library's tokenizer with a random text for each special token, so that no
+        text of a user is one; these texts by the special token's id; their ids in the copy."""
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Inner
+
+        copy: Any = Inner.from_str(self.inner.to_str())
+        copy.post_processor = None  # it would drop white space from the tokens' offsets
+        copy.encode_special_tokens = True
+        added, nonce = self.inner.get_added_tokens_decoder(), secrets.token_hex(8)
+        texts = {i: f"\U000f0010{nonce}-{i}\U000f0011" for i in self.special.values()}
+        for i, text in texts.items():
+            names = ("lstrip", "rstrip", "normalized") if i in added else ()
+            flags = {name: getattr(added[i], name) for name in names}
+            copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
+        return copy, texts, [copy.token_to_id(text) for text in texts.values()]
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
@@ -146,64 +316,15 @@ class Tokenizer:
     def _sizes(self) -> np.ndarray:
         return np.array([len(piece) for piece in self._bytes or ()], np.int64)
 
-    def encode(self, text: str, before: str = "") -> np.ndarray:
-        """Token ids of a text, int64 [n]; half a surrogate pair becomes "?".
-
-        `before`: the end of the text that this one continues, for tokenizers that mark the start of
-        a text. Raises UserError for a character that the tokenizer does not know.
-        """
-        if self.kind == "byte":
-            return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
-        if self.kind == "char":
-            raw = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
-            points = raw.astype(np.int64)
-            ids: np.ndarray = self._fast[np.minimum(points, len(self._fast) - 1)]
-            if (ids < 0).any():
-                missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
-                raise UserError(f"the character tokenizer's corpus has no {missing}")
-            return ids
-        parts, before = [np.zeros(0, np.int64)], before.encode("utf-8", "replace").decode()
-        for part in stretches(text.encode("utf-8", "replace").decode()):
-            # the ids of a stretch that continues the text before
-            if before and self.kind != "gpt2" and self._marks_start:
-                for head in (before[-TAIL:], "a", "\n"):
-                    alone, both = self._stretch_ids(head), self._stretch_ids(head + part)
-                    if np.array_equal(both[: len(alone)], alone):
-                        parts.append(both[len(alone) :])
-                        break
-                else:
-                    parts.append(self._stretch_ids(part))
-            else:
-                parts.append(self._stretch_ids(part))
-            before = part
-        return np.concatenate(parts)
-
-    def _stretch_ids(self, text: str) -> np.ndarray:
-        if self.kind == "gpt2":
-            ids: np.ndarray = self._fast.encode_to_numpy(text, disallowed_special=())
-            return ids.astype(np.int64)
-        try:
-            encoded = self.inner.encode_batch_fast([text], add_special_tokens=False)[0]
-        except Exception as error:  # the library raises a bare Exception
-            raise UserError(f"the tokenizer cannot encode the text: {error}") from None
-        ids = np.array(encoded.ids, dtype=np.int64)
-        return ids if self.eot is None else ids[ids != self.eot]
-
-    @cached_property
-    def _marks_start(self) -> bool:
-        """Whether a text has other ids at the start of a text than after a line."""
-        line, start, both = (probe_ids(self.inner, text) for text in ("a\n", "b", "a\nb"))
-        return line + start != both
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id without a token (a padded vocabulary) becomes U+FFFD."""
         if (table := self._bytes) is not None:
             raw = b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
             return raw.decode("utf-8", "replace")
         text = ""
-        for valid, run in groupby(map(int, ids), lambda i: i < self.vocab):
+        for valid_ids, run in groupby(map(int, ids), lambda i: i < self.vocab):
             part = list(run)  # the library would drop an id without a token
-            decoded = self.inner.decode(part, skip_special_tokens=False) if valid else None
+            decoded = self.inner.decode(part, skip_special_tokens=False) if valid_ids else None
             text += UNKNOWN * len(part) if decoded is None else decoded
         return text
 
@@ -231,98 +352,6 @@ class Tokenizer:
         sizes[list(self.special.values())] = 0
         return sizes
 
-    def prompt(self, text: str) -> list[int]:
-        """The tokens from which a model generates; never empty.
-
-        For an empty text: `begin`, else the model's start token, else the end-of-text token, else a
-        line feed, else the first character.
-        """
-        if ids := [*self.begin, *self.encode(text).tolist()]:
-            return ids
-        if (first := self.eot if self.start is None else self.start) is not None:
-            return [first]
-        has_line_feed = self.kind != "char" or "\n" in self.inner.get_vocab()
-        return self.encode("\n").tolist()[:1] if has_line_feed else [0]
-
-    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """The tokens of `begin`, prompt and answer, and how many of them are not the answer's."""
-        alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
-        # one text, if this leaves the prompt's own tokens unchanged
-        if both[: len(alone)] != alone or len(both) == len(alone):
-            both = alone + self.encode(answer, before=prompt or "a").tolist()
-        return both, len(alone)
-
-    def encode_marked(self, parts: Sequence[tuple[str | int, int]]) -> tuple[list[int], list[int]]:
-        """The tokens of texts and special tokens (by id), each with the mark of its part.
-
-        The joined texts are encoded together. A token over several parts has their largest mark.
-        """
-        parts = [part for part in parts if part[0] != ""]
-        if self._bytes is None:
-            return self._encode_spans(parts)
-        ids, marks = list[int](), list[int]()
-        for is_special, run in groupby(parts, lambda part: isinstance(part[0], int)):
-            pieces, own = zip(*run, strict=True)
-            if is_special:
-                ids += pieces
-                marks += own
-                continue
-            texts = [text.encode("utf-8", "replace") for text in pieces]
-            tokens = self.encode(b"".join(texts).decode())
-            ids += tokens.tolist()
-            if len(set(own)) == 1 or not len(tokens):
-                marks += [own[0]] * len(tokens)
-                continue
-            by_byte = np.repeat(own, list(map(len, texts)))
-            starts = np.cumsum(self._sizes[tokens]) - self._sizes[tokens]
-            marks += np.maximum.reduceat(by_byte, starts).tolist()
-        return ids, marks
-
-    def _encode_spans(self, parts: Sequence[tuple[str | int, int]]) -> tuple[list[int], list[int]]:
-        """`encode_marked` by the places of the library's tokens in the text."""
-        inner, sentinels, sentinel_ids = self._sentinels
-        texts = [sentinels[part] if isinstance(part, int) else part for part, _ in parts]
-        text = "".join(texts).encode("utf-8", "replace").decode()
-        parts_rows, done, before = [np.zeros((0, 3), np.int64)], 0, ""
-        for part in stretches(text):
-            encoded = inner.encode(before + part, add_special_tokens=False)
-            rows = np.column_stack([encoded.ids, np.reshape(encoded.offsets, (-1, 2))])
-            rows = rows[rows[:, 1] >= len(before)].astype(np.int64)
-            rows[:, 1:] += done - len(before)
-            parts_rows.append(rows)
-            done, before = done + len(part), part[-TAIL:]
-        # without a special token's text in the common vocabulary, which `encode` drops too
-        rows = np.concatenate(parts_rows)
-        special = np.flatnonzero(np.isin(rows[:, 0], list(self.special.values())))
-        own = [n for n in special if self.special.get(text[slice(*rows[n, 1:])]) == rows[n, 0]]
-        ids, start, stop = np.delete(rows, own, axis=0).T
-        ends = np.cumsum(list(map(len, texts)))
-        first = np.searchsorted(ends, start, "right")
-        last = np.searchsorted(ends, np.maximum(stop, start + 1), "left")
-        spans = np.stack([first, last + 1], axis=1).ravel()
-        marks = np.maximum.reduceat([*(mark for _, mark in parts), False], spans)[::2]
-        if given := [part for part in parts if isinstance(part[0], int)]:
-            at = np.isin(ids, sentinel_ids)
-            ids[at], marks[at] = zip(*given, strict=True)
-        return ids.tolist(), marks.tolist()
-
-    @cached_property
-    def _sentinels(self) -> tuple[Any, dict[int, str], list[int]]:
-        """A copy of the tokenizer with a random text for each special token; texts by id; ids."""
-        from tokenizers import AddedToken
-        from tokenizers import Tokenizer as Inner
-
-        copy: Any = Inner.from_str(self.inner.to_str())
-        copy.post_processor = None  # it would drop white space from the tokens' offsets
-        copy.encode_special_tokens = True
-        added, nonce = self.inner.get_added_tokens_decoder(), secrets.token_hex(8)
-        texts = {i: f"\U000f0010{nonce}-{i}\U000f0011" for i in self.special.values()}
-        for i, text in texts.items():
-            names = ("lstrip", "rstrip", "normalized") if i in added else ()
-            flags = {name: getattr(added[i], name) for name in names}
-            copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
-        return copy, texts, [copy.token_to_id(text) for text in texts.values()]
-
     def save(self, directory: Path) -> None:
         folder = Path(directory) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
@@ -331,6 +360,11 @@ class Tokenizer:
 
     def describe(self) -> Description:
         return Description.model_validate(self, from_attributes=True)
+
+
+def valid(text: str) -> str:
+    """A text with "?" in place of half a surrogate pair, which UTF-8 does not have."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def stretches(text: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import hub
-from windlass.data.chat import Template, text_tokens
+from windlass.data.chat import Template, rendered_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, require
 from windlass.evaluation.generate import Sampling, generate_divided, window
@@ -94,7 +94,7 @@ def adapter(
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Any:
             if add_special_tokens is False:
                 return tokenizer.encode(string).tolist()
-            return text_tokens(string, tokenizer)[0] if template else tokenizer.prompt(string)
+            return rendered_tokens(string, tokenizer) if template else tokenizer.prompt(string)
 
         def chat_template(self, chat_template: Any = False) -> str:
             return template.source if template else ""
@@ -156,7 +156,7 @@ def generate_until(
             stop=stop,
         )
         samplings.append(sampling)
-        ids = text_tokens(context, tokenizer)[0] if template else tokenizer.prompt(context)
+        ids = rendered_tokens(context, tokenizer) if template else tokenizer.prompt(context)
         prompts.append(ids[-max(1, window(unwrap(model)) - sampling.max_tokens) :])
     answers: dict[int, str] = {}
     for sampling in dict.fromkeys(samplings):

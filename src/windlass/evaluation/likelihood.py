@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from windlass.data.items import record_of
 from windlass.data.loader import eval_batches
 from windlass.data.locate import SourceSpec
 from windlass.data.mixture import MixedSamples
 from windlass.data.samples import Samples
-from windlass.data.sources import open_source, record_of
+from windlass.data.sources import open_source
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.passes import PLAIN, Passes

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from windlass.data.examples import Question, question_prompt
+from windlass.data.items import Question, question_prompt
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import BATCH, Sampling, generate_divided, window

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from windlass.data.chat import Template, stop_tokens
-from windlass.data.examples import Question
+from windlass.data.items import Question
 from windlass.data.samples import Samples, Subset
 from windlass.data.split import eval_questions
 from windlass.data.tokenizer import Tokenizer

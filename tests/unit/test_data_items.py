@@ -11,18 +11,11 @@ from hypothesis import strategies as st
 
 import tokenizer_fixtures
 from data_fixtures import counted, recipe_for
-from helpers import refused, windlass
+from helpers import refused
 from windlass.data import sources, split
 from windlass.data.chat import Template
-from windlass.data.encode import Encoder
-from windlass.data.examples import (
-    Question,
-    encode_example,
-    example_of,
-    hash64,
-    question_prompt,
-    unread_keys,
-)
+from windlass.data.encode import Encoder, Job
+from windlass.data.items import Item, Question, example_of, hash64, question_prompt
 from windlass.data.locate import (
     SourceSpec,
     byte_tokenizer,
@@ -31,7 +24,6 @@ from windlass.data.locate import (
     hf_tokenizer,
 )
 from windlass.data.open import open_data
-from windlass.data.records import Item
 from windlass.data.shards import Row
 from windlass.data.split import eval_questions
 from windlass.recipe import Recipe
@@ -75,11 +67,16 @@ def learned(found: Row, tokenizer: Any = BYTES) -> str:
     return counted(tokenizer, found.tokens, found.marks)
 
 
+def rows_of(
+    item: Item, spec: SourceSpec, template: Template | None = None, tokenizer: Any = BYTES
+) -> list[Row]:
+    return Encoder(spec, tokenizer, template or Template()).example_rows(Job(0, item))
+
+
 def encode(
     record: Any, template: Template | None = None, tokenizer: Any = BYTES, **how: Any
 ) -> Any:
-    spec = SourceSpec("x", "x", "chat", **how)
-    [row] = encode_example(item(record), spec, tokenizer, template or Template())
+    [row] = rows_of(item(record), SourceSpec("x", "x", "chat", **how), template, tokenizer)
     return row
 
 
@@ -144,17 +141,19 @@ def test_keys_that_are_not_read_are_listed_and_columns_rename_them() -> None:
     same = encode({"instruction": "Who?", "output": "A cat."})
     assert found.tokens.tolist() == same.tokens.tolist()
     spec = SourceSpec("x", "x", "chat", columns=columns)
-    assert unread_keys([item(record), item("bad")], spec) == ["label", "id"]
     talk = {"messages": TALK[1:], "system": "x", "tools": [], "chat_template_kwargs": {"a": 1}}
-    assert unread_keys([item(talk)], CHAT) == []
-    assert unread_keys([item({"messages": TALK, "system": "x"})], CHAT) == ["system"]
     pair = {**talk, "prompt": "Who?", "completion": " A cat."}
     del pair["messages"]
-    assert unread_keys([item(pair)], CHAT) == ["system", "chat_template_kwargs"]
-    assert unread_keys([item({**talk, "history": [["a", "b"]]})], CHAT) == ["history"]
-    assert unread_keys([squad_item("A cat.", "cat")], SQUAD) == []
+    for own, unread in (
+        (talk, ()),
+        ({"messages": TALK, "system": "x"}, ("system",)),
+        (pair, ("system", "chat_template_kwargs")),
+        ({**talk, "history": [["a", "b"]]}, ("history",)),
+    ):
+        assert example_of(item(own), CHAT).unread == unread
+    assert example_of(squad_item("A cat.", "cat"), SQUAD).unread == ()
     encoder = Encoder(spec, BYTES, Template())
-    [remark] = encoder.remarks([item(record)])
+    [remark] = encoder.remarks([item(record), item("bad")])
     assert "label, id" in remark and not [*encoder.remarks([item({"messages": TALK})])]
 
 
@@ -239,67 +238,47 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout, key):
     assert found[0].text == found[1].text
 
 
-@pytest.mark.parametrize(
-    ("turns", "words"),
-    [
-        (
-            [SHAREGPT[1], {"frm": "gpt", "value": "x"}],
-            ("turn 2 has no", "'frm', 'value'"),
-        ),
-        ([{"from": "robot", "value": "x"}], ("turn 1", "'robot'", "human", "gpt", "assistant")),
-        ([{"from": ["x"], "value": "x"}], ("turn 1", "role")),
-        ([{**SHAREGPT[1], "train": True}, SHAREGPT[2]], ("turn 1", "user", "train")),
-        ([SHAREGPT[1], {**SHAREGPT[2], "weight": 0.5}], ("turn 2", "0.5", "0 or 1")),
-        ([SHAREGPT[1], {**SHAREGPT[2], "train": "no"}], ("turn 2", "'no'", "true or false")),
-        (SHAREGPT[:2], ("no answer",)),
-        ("text", ("a list of turns, not text",)),
-        ([], ("a list of turns",)),
-        (["text"], ("turn 1 is text",)),
-        ([{"role": "user", "content": 3}], ("turn 1", "content is text")),
-        ([{"role": "user", "content": [{"type": "image"}]}], ("turn 1", "images")),
-        ([{"role": "user", "content": ["x"]}], ("ShareGPT",)),
-        ([SHAREGPT[1], {"from": "gpt", "value": "x", "tool_calls": ["y"]}], ("ShareGPT",)),
-    ],
-)
-def test_a_bad_conversation_is_named_with_its_place_and_what_is_expected(turns, words):
-    for use in (encode, lambda record: example_of(item(record), CHAT)):
-        with refused("talk.jsonl, line 7", "the shape ShareGPT", *words):
-            use({"conversations": turns})
+BAD_TURNS = [
+    ([SHAREGPT[1], {"frm": "gpt", "value": "x"}], ("turn 2 has no", "'frm', 'value'")),
+    ([{"from": "robot", "value": "x"}], ("turn 1", "'robot'", "human", "gpt", "assistant")),
+    ([{"from": ["x"], "value": "x"}], ("turn 1", "role")),
+    ([{**SHAREGPT[1], "train": True}, SHAREGPT[2]], ("turn 1", "user", "train")),
+    ([SHAREGPT[1], {**SHAREGPT[2], "weight": 0.5}], ("turn 2", "0.5", "0 or 1")),
+    ([SHAREGPT[1], {**SHAREGPT[2], "train": "no"}], ("turn 2", "'no'", "true or false")),
+    (SHAREGPT[:2], ("no answer",)),
+    ("text", ("a list of turns, not text",)),
+    ([], ("a list of turns",)),
+    (["text"], ("turn 1 is text",)),
+    ([{"role": "user", "content": 3}], ("turn 1", "content is text")),
+    ([{"role": "user", "content": [{"type": "image"}]}], ("turn 1", "images")),
+    ([{"role": "user", "content": ["x"]}], ("ShareGPT",)),
+    ([SHAREGPT[1], {"from": "gpt", "value": "x", "tool_calls": ["y"]}], ("ShareGPT",)),
+]
+BAD: list[tuple[Any, tuple[str, ...]]] = [
+    *(({"conversations": turns}, ("the shape ShareGPT", *words)) for turns, words in BAD_TURNS),
+    (b"{", ("JSON",)),
+    (b"[1]", ("a list",)),
+    (None, ("null",)),
+    ({}, ("no keys", "messages", "instruction")),
+    ({"text": "x"}, ("'text'", "messages", "instruction", "completion")),
+    ({"messages": None}, ("'messages'", "instruction")),
+    ({"messages": 1}, ("a list of turns, not a number",)),
+    ({"messages": TALK, "tools": 3}, ("tools",)),
+    ({"messages": TALK, "tools": "{"}, ("the shape messages",)),
+    ({"messages": TALK, "tools": [{"name": "f"}]}, ("data.tokenizer",)),
+    ({"messages": [*TALK[:2], {**TALK[2], "content": " "}]}, ("nothing to learn",)),
+    ({"messages": [*TALK[:2], {**TALK[2], "weight": 0}]}, ("nothing to learn",)),
+    ({"prompt": "a", "completion": " "}, ("nothing to learn",)),
+    ({"prompt": "a", "completion": []}, ("both texts",)),
+    ({"prompt": TALK, "completion": TALK[:2]}, ("nothing to learn",)),
+    ({"instruction": 3, "output": "x"}, ("Alpaca",)),
+]
 
 
-@pytest.mark.parametrize(
-    ("record", "words"),
-    [
-        (b"{", ("JSON",)),
-        (b"[1]", ("a list",)),
-        (None, ("null",)),
-        ({}, ("no keys", "messages", "instruction")),
-        ({"text": "x"}, ("'text'", "messages", "instruction", "completion")),
-        ({"messages": None}, ("'messages'", "instruction")),
-        ({"messages": 1}, ("a list of turns, not a number",)),
-        ({"messages": TALK, "tools": 3}, ("tools",)),
-        ({"messages": TALK, "tools": "{"}, ("the shape messages",)),
-        ({"messages": TALK, "tools": [{"name": "f"}]}, ("data.tokenizer",)),
-        ({"messages": [*TALK[:2], {**TALK[2], "content": " "}]}, ("nothing to learn",)),
-        ({"messages": [*TALK[:2], {**TALK[2], "weight": 0}]}, ("nothing to learn",)),
-        ({"prompt": "a", "completion": " "}, ("nothing to learn",)),
-        ({"prompt": "a", "completion": []}, ("both texts",)),
-        ({"prompt": TALK, "completion": TALK[:2]}, ("nothing to learn",)),
-        ({"instruction": 3, "output": "x"}, ("Alpaca",)),
-    ],
-)
-def test_an_item_without_a_conversation_is_named_with_its_place(record, words):
+@pytest.mark.parametrize(("record", "words"), BAD)
+def test_a_bad_conversation_is_named_with_its_place_and_what_is_expected(record, words):
     with refused("talk.jsonl, line 7", *words):
         encode(record)
-
-
-def test_prepare_shows_a_row_with_what_counts_marked(tmp_path: Path) -> None:
-    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 4)
-    places = [f"data.source={tmp_path / 'talk.jsonl'}", f"data.dir={tmp_path / 'data'}"]
-    changes = [*places, "data.format=chat", "data.max_tokens=0", "data.val_fraction=0"]
-    printed = windlass("prepare", "quickstart", *changes).stdout
-    assert "User: Who are you?" in printed
-    assert "Assistant:\u27e6 A cat.<|endoftext|>\u27e7" in printed
 
 
 CALL = {"name": "hello", "arguments": {"say": "a cat <|im_end|>"}}
@@ -319,8 +298,7 @@ TOOL_TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("role", ["tool", "ipython", "function"])
-def test_tools_are_written_as_transformers_writes_them(role: str, tmp_path: Path) -> None:
+def test_tools_are_written_as_transformers_writes_them(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     place = tokenizer_fixtures.save("chatml", tmp_path / "tok")
@@ -331,19 +309,20 @@ def test_tools_are_written_as_transformers_writes_them(role: str, tmp_path: Path
     as_openai = json.loads(json.dumps(TOOL_TALK))  # arguments are JSON in a string there
     function = as_openai[1]["tool_calls"][0]["function"]
     function["arguments"] = json.dumps(function["arguments"])
-    as_openai[2]["role"] = role
     ours, template = hf_tokenizer(str(place)), Template.of_directory(place)
-    found = encode({"messages": as_openai, "tools": json.dumps(TOOLS)}, template, ours)
+    call = f"<|call|>{json.dumps(CALL)}<|call|>"
+    for role in ("tool", "ipython", "function"):
+        as_openai[2]["role"] = role
+        found = encode({"messages": as_openai, "tools": json.dumps(TOOLS)}, template, ours)
+        assert learned(found, ours) == f"{call}<|im_end|>\nI said hello.<|im_end|>\n"
+        # the system's, the user's, ...: one a turn
+        assert sum(i == ours.special["<|im_end|>"] for i in found.tokens) == 5
     theirs = AutoTokenizer.from_pretrained(place)
     # transformers reads a special token's text in a message as that token, and we as text
     plain = json.loads(json.dumps(TOOL_TALK).replace(" <|im_end|>", " x"))
     expected = theirs.apply_chat_template(plain, tools=TOOLS, return_dict=False)
     same = encode({"messages": plain, "tools": TOOLS}, template, ours)
     assert same.tokens.tolist() == expected
-    call = f"<|call|>{json.dumps(CALL)}<|call|>"
-    assert learned(found, ours) == f"{call}<|im_end|>\nI said hello.<|im_end|>\n"
-    # the system's, the user's, ...: one a turn
-    assert sum(i == ours.special["<|im_end|>"] for i in found.tokens) == 5
 
 
 def test_a_hash_depends_on_the_content_alone() -> None:
@@ -362,13 +341,13 @@ def squad_item(context: str, *answers: str, title: str = "", question: str = "Wh
 
 
 def test_a_question_keeps_its_tail_and_its_hashes() -> None:
-    [found] = encode_example(squad_item("A cat sat. A cat.", "cat"), SQUAD, BYTES, Template())
+    [found] = rows_of(squad_item("A cat sat. A cat.", "cat"), SQUAD)
     text = "Question: What is it? Context: A cat sat. A cat. Answer: cat<|endoftext|>"
     assert BYTES.decode(found.tokens) == text and learned(found) == " cat<|endoftext|>"
     assert BYTES.decode(found.tokens[-found.tail :]) == " Answer: cat<|endoftext|>"
     # up to the first occurrence of the answer
     assert BYTES.decode(found.tokens[: found.reach]) == "Question: What is it? Context: A cat"
-    [other] = encode_example(squad_item("A cat sat. A cat.", "sat"), SQUAD, BYTES, Template())
+    [other] = rows_of(squad_item("A cat sat. A cat.", "sat"), SQUAD)
     assert found.text == other.text and found.group == other.group == hash64("A cat sat. A cat.")
     titled = squad_item("A dog.", "dog", title="Dogs")
     assert example_of(titled, SQUAD).group == hash64("Dogs")
@@ -398,7 +377,7 @@ def test_a_prompt_is_cut_as_training_cuts_and_does_not_know_the_answer(
     @given(WORDS, st.integers(1, 240))
     def check(words: str, room: int) -> None:
         context = f"{words} ANSWER {words}"
-        [found] = encode_example(squad_item(context, "ANSWER"), SQUAD, tokenizer, Template())
+        [found] = rows_of(squad_item(context, "ANSWER"), SQUAD, tokenizer=tokenizer)
         asked = Question("q", "What is it?", context, ("ANSWER",))
         other = Question("q", "What is it?", context, (words or "x",))
         prompt = question_prompt(asked, tokenizer, room)
@@ -408,7 +387,7 @@ def test_a_prompt_is_cut_as_training_cuts_and_does_not_know_the_answer(
         assert question_prompt(asked, tokenizer, 10_000) == whole
         if room > tail:
             cut = [*whole[: room - tail], *whole[answer - tail :]] if answer > room else whole
-            assert prompt == cut and tokenizer.decode(prompt).endswith(" Answer:")
+            assert prompt == cut and tokenizer.decode(prompt).endswith("Answer:")
         reached = tokenizer.decode(found.tokens[: found.reach + 1])
         assert "ANSWER" in reached
 
@@ -430,10 +409,10 @@ def test_a_prompt_is_cut_as_training_cuts_and_does_not_know_the_answer(
 )
 def test_a_bad_question_is_named_with_its_place(record, words):
     with refused("s.json, question q1", *words):
-        encode_example(Item("s.json, question q1", record), SQUAD, BYTES, Template())
+        rows_of(Item("s.json, question q1", record), SQUAD)
     tokenizer = char_tokenizer("Question: What is it? Context: A cat. Answer:", with_eot=False)
     with refused("data.tokenizer"):
-        encode_example(squad_item("A cat.", "cat"), SQUAD, tokenizer, Template())
+        rows_of(squad_item("A cat.", "cat"), SQUAD, tokenizer=tokenizer)
 
 
 def article(title: str, count: int) -> dict[str, Any]:

@@ -1,0 +1,371 @@
+"""The local files of a source, and the items in each: texts in blocks, JSON and CSV item by item,
+Parquet in batches of rows, so that memory is bounded.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from windlass.data.items import CONVERSATION_KEYS, TO_JSON, TO_UTF8, Item, other_keys, record_of
+from windlass.data.locate import SourceSpec
+from windlass.data.tokenizer import cut_place
+from windlass.errors import UserError, first_line, is_utf8, plural
+
+TABLES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
+SHARDS = (".bin", ".npy")  # token shards of other tools
+CODECS = (".gz", ".bz2", ".xz", ".zst")
+READ = 1 << 18  # bytes of a file at once
+BLOCK = 1 << 20  # characters of a text in one item at most
+TABLE_BYTES = 8 << 20  # of a table at once
+# Errors of the libraries that read damaged files; pyarrow's own are among Python's.
+UNPACKING = (EOFError, zlib.error, lzma.LZMAError)
+DAMAGE = (*UNPACKING, OSError, ValueError, NotImplementedError, RecursionError, csv.Error)
+BETWEEN_VALUES = re.compile(r"[\s,]*")
+
+
+def local_files(spec: SourceSpec) -> tuple[list[Path], list[Path]]:
+    """The files of a source, each real file once, and the other files of its directory."""
+    top = Path(spec.path).expanduser()
+    if spec.kind == "hf":
+        return [path for _, files in folders(top) for path in files], []
+    if not is_utf8(str(top)):
+        raise UserError(f"{spec.setting}: the name of {shown(top)} is not UTF-8: rename it")
+    endings: tuple[str, ...] = (".txt", *TABLES) if spec.format == "text" else TABLES
+    if spec.kind == "squad":
+        endings = (".json",)
+    elif spec.kind == "shards":
+        endings = SHARDS
+    files, others = list[Path](), list[Path]()
+    try:
+        if os.path.isdir(top):
+            for _, inside in folders(top):
+                for path in inside:
+                    is_read = suffixes(path)[0] in endings or _is_json_of(path, spec)
+                    (files if is_read else others).append(path)
+            files.sort()
+        else:
+            paths = [top] if os.path.isfile(top) else [Path(name) for name in expand(str(top))]
+            files = [path for path in paths if os.path.isfile(path)]
+    except OSError as error:
+        problem = f"{error.filename} cannot be read ({error.strerror})"
+        raise UserError(f"{spec.setting}: {problem}") from None
+    if not files:
+        problem = f"no file matches {spec.path} (of a directory: {', '.join(endings)})"
+        remedy = "a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB"
+        if "mix" not in spec.setting:
+            remedy += f'; several are a list, as \'{spec.setting}=["a","b"]\''
+        if others:
+            remedy += f"; not read: {listing(others)}"
+        raise UserError(f"{spec.setting}: {problem}; {remedy}")
+    first_names = {os.path.realpath(path): path for path in reversed(files)}
+    return list(reversed(first_names.values())), others
+
+
+def _is_json_of(path: Path, spec: SourceSpec) -> bool:
+    """Whether a `.json` file begins with a record of the source; others configure programs."""
+    if spec.kind != "files" or suffixes(path)[0] != ".json":
+        return False
+    try:
+        record = record_of(next(read_files(spec, [path])))
+    except (UserError, StopIteration):
+        return False
+    if spec.format == "chat":
+        return bool(spec.columns) or not CONVERSATION_KEYS.isdisjoint(record)
+    return spec.text_key in record or spec.text_key.partition(".")[0] in record
+
+
+def folders(top: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """The visible directories in `top`, each once, with their files, without Windlass's own."""
+    waiting, seen = deque([top]), {str(above) for above in top.resolve().parents}
+    while waiting:
+        folder = waiting.popleft()
+        if (real := os.path.realpath(folder)) in seen:
+            continue
+        seen.add(real)
+        with os.scandir(folder) as entries:
+            visible = sorted((e for e in entries if e.name[0] != "."), key=lambda e: e.name)
+        names = {entry.name for entry in visible}
+        is_run = "recipe.toml" in names and names & {"metrics.jsonl", "lineage.json", "study.json"}
+        if folder != top and (is_run or {"index.json", "tokenizer"} <= names):
+            continue
+        for entry in reversed(visible):
+            if entry.is_symlink() and entry.is_dir():
+                waiting.append(Path(entry.path))
+            elif entry.is_dir():
+                waiting.appendleft(Path(entry.path))
+        yield folder, [Path(entry.path) for entry in visible if entry.is_file()]
+
+
+def expand(pattern: str) -> list[str]:
+    """The paths of a glob, sorted; `**` stands for the directories of `folders`."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        return sorted(glob.glob(pattern))
+    place = parts.index("**")
+    head = "/".join(parts[:place]) or ("/" if place else ".")
+    rest = "/".join(parts[place + 1 :]) or "*"
+    paths = list[str]()
+    for top in filter(os.path.isdir, expand(head)):
+        for folder, _ in folders(Path(top)):
+            paths += expand(f"{glob.escape(str(folder))}/{rest}")
+    return sorted(paths)
+
+
+def listing(files: list[Path]) -> str:
+    """Files by their endings, each with one of their names: `2 .md (a.md), 1 .txt (c.txt)`."""
+    kinds: dict[str, list[Path]] = {}
+    for path in sorted(files):
+        kinds.setdefault(suffixes(path)[0] or "without ending", []).append(path)
+    return ", ".join(
+        f"{len(paths):,} {kind} ({shown(Path(paths[0].name))})" for kind, paths in kinds.items()
+    )
+
+
+def suffixes(path: Path) -> tuple[str, str]:
+    """The ending that names the format, and the ending of the compression or ''."""
+    codec = path.suffix.lower() if path.suffix.lower() in CODECS else ""
+    return (Path(path.stem) if codec else path).suffix.lower(), codec
+
+
+def shown(path: Path) -> str:
+    """A path as UTF-8; bytes of a name in another encoding are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def is_text(path: Path, spec: SourceSpec) -> bool:
+    """Whether the file is one text, or several between separators."""
+    return spec.format == "text" and suffixes(path)[0] not in (*TABLES, ".json")
+
+
+# -- the items in a file
+
+
+def read_files(spec: SourceSpec, files: list[Path], start: int = 0) -> Iterator[Item]:
+    """The items of files from document number `start` on; an unreadable file ends in an error."""
+    sizes = [path.stat().st_size for path in files]
+    number, before, total = 0, 0, max(1, sum(sizes))  # documents and bytes before
+    for path, size in zip(files, sizes, strict=True):
+        if number < start and is_text(path, spec) and not spec.separator:
+            number += 1  # without reading the file
+        else:
+            continues = False
+            for item, done in _file_items(path, size, spec, start - number):
+                number += not continues
+                continues = item.more
+                if number > start:
+                    yield Item(item.place, item.value, item.more, (before + done) / total)
+        before += size
+
+
+def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[tuple[Item, float]]:
+    """The items of a file, the last one perhaps an error, and the bytes before each; the first
+    `skip` ones may lack a value."""
+    place = shown(path)
+    try:
+        if spec.on_bad_item == "skip" and is_text(path, spec):
+            with path.open("rb") as checked:  # a text with an error is left out whole
+                for _ in _decoded(unpacked(path, checked)):
+                    pass
+        with path.open("rb") as file:
+            # Some readers close their stream at its end.
+            raw = io.BufferedReader(io.FileIO(file.fileno(), closefd=False), READ)
+            for item in _items_by_format(raw, path, spec, skip):
+                yield item, item.fraction * size or os.lseek(file.fileno(), 0, os.SEEK_CUR)
+    except UserError as error:
+        yield Item(place, error), size
+    except DAMAGE as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk, not of the content
+            raise UserError(f"{place} cannot be read: {error.strerror}") from None
+        problem = f"is damaged, cut short or cannot be read: {first_line(error)}"
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"has the byte 0x{error.object[error.start]:02x}, not UTF-8; {TO_UTF8}"
+        yield Item(place, UserError(f"{place} {problem}")), size
+
+
+def _items_by_format(raw: BinaryIO, path: Path, spec: SourceSpec, skip: int) -> Iterator[Item]:
+    place, ending = shown(path), suffixes(path)[0]
+    if ending == ".parquet":
+        return _parquet(raw, place, spec, skip)
+    stream = unpacked(path, raw)
+    if is_text(path, spec):
+        return _texts(_decoded(stream), place, spec.separator)
+    if spec.format == "squad":
+        return _questions(stream, place)
+    if ending in (".csv", ".tsv"):
+        return _rows(stream, place, "\t" if ending == ".tsv" else ",", spec)
+    return _json_values(stream, place) if ending == ".json" else _lines(stream, place)
+
+
+def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
+    codec = suffixes(path)[1]
+    if codec == ".zst":
+        import pyarrow as pa  # unlike zstandard's stream, it rejects a truncated last frame
+
+        stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
+        return io.BufferedReader(stream, READ)
+    opens: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return cast(BinaryIO, opens[codec](raw)) if codec else raw
+
+
+def _decoded(stream: BinaryIO) -> Iterator[str]:
+    """A UTF-8 text in pieces, without a byte order mark."""
+    with io.TextIOWrapper(stream, "utf-8-sig", newline="") as reader:
+        while text := reader.read(READ):
+            yield text
+
+
+def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
+    """The documents of a text (without empty ones, if it has separators), in blocks."""
+    rest, continues = "", False  # the text that is not in an item; it continues the last item
+    edges = "\r\n" if separator else ""
+    most = BLOCK - READ
+    for piece in pieces:
+        rest += piece
+        if separator:
+            *texts, rest = rest.split(separator)
+            for text in texts:
+                document = text.rstrip(edges) if continues else text.strip(edges)
+                if document or continues:
+                    yield Item(place, document)
+                continues = False
+        while len(rest) > most:
+            end = cut_place(rest, 0, most - len(separator))
+            yield Item(place, rest[:end] if continues else rest[:end].lstrip(edges), more=True)
+            rest, continues = rest[end:], True
+    document = rest.rstrip(edges) if continues else rest.strip(edges)
+    if document or continues or not separator:
+        yield Item(place, document)
+
+
+def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:
+    for number, line in enumerate(stream, 1):
+        content = line if number > 1 else line.removeprefix(codecs.BOM_UTF8)
+        if content.strip():
+            yield Item(f"{place}, line {number:,}", content)
+
+
+def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
+    """The items of a JSON array, or values one after another, such as JSON lines."""
+    reader, decoder = io.TextIOWrapper(stream, "utf-8-sig"), json.JSONDecoder()
+    text = reader.read(READ).lstrip()
+    is_array, is_end = text.startswith("["), False
+    at, number = int(is_array), 1
+    while True:
+        at = cast(re.Match[str], BETWEEN_VALUES.match(text, at)).end()
+        if text.startswith("]", at) if is_array else is_end and at == len(text):
+            return
+        problem = ""
+        try:
+            value, end = decoder.raw_decode(text, at)
+            is_cut = end == len(text)  # a number may go on
+        except (ValueError, RecursionError) as error:
+            problem = getattr(error, "msg", first_line(error))
+            is_near_end = getattr(error, "pos", 0) > len(text) - 16
+            is_cut = problem.startswith("Unterminated") or is_near_end
+            if at == len(text):
+                problem = "the array does not end"
+        if is_cut and not is_end:
+            more = reader.read(max(READ, len(text) - at))
+            text, at, is_end = text[at:] + more, 0, not more
+            continue
+        if problem:
+            raise UserError(f"{place}, item {number:,} is not JSON: {problem}; {TO_JSON}")
+        yield Item(f"{place}, item {number:,}", value)
+        at, number = end, number + 1
+
+
+def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterator[Item]:
+    """The rows of a `.csv` or `.tsv` file, whose first row names the columns."""
+    csv.field_size_limit(1 << 30)
+    reader = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    rows = csv.reader(reader, delimiter=comma, strict=True)
+    names = next(rows, [])
+    check_columns(names, spec, place)
+    while True:
+        where = f"{place}, line {rows.line_num + 1:,}"
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            remedy = "write a quotation mark in a quoted field twice"
+            yield Item(where, UserError(f"{where}: {error}; {remedy}"))
+            continue
+        if row and len(row) != len(names):
+            counts = f"{plural(len(row), 'field')}, and the first row {len(names)}"
+            yield Item(where, UserError(f"{where} has {counts}"))
+        elif row:
+            yield Item(where, dict(zip(names, row, strict=True)))
+
+
+def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator[Item]:
+    """The rows of a Parquet file; a row group before row `skip` is not read."""
+    import pyarrow.parquet as pq
+
+    # Without `buffer_size` pyarrow reads a whole column of a row group at once; `pre_buffer` more.
+    table = pq.ParquetFile(raw, pre_buffer=False, buffer_size=READ)
+    check_columns(table.schema_arrow.names, spec, place)
+    columns = [spec.text_key] if spec.format == "text" else None
+    about = table.metadata
+    number = 0
+    for group in range(about.num_row_groups):
+        rows, size = about.row_group(group).num_rows, about.row_group(group).total_byte_size
+        if number + rows <= skip:
+            yield from repeat(Item(place, None), rows)
+            number += rows
+            continue
+        at_once = min(1024, max(1, rows * TABLE_BYTES // max(1, size)))
+        for batch in table.iter_batches(at_once, [group], columns, use_threads=False):
+            for row in batch.to_pylist():
+                number += 1
+                fraction = number / about.num_rows
+                yield Item(f"{place}, row {number:,}", row_value(row, spec), fraction=fraction)
+
+
+def check_columns(names: list[str], spec: SourceSpec, place: str) -> None:
+    """Reject a table without the column of `data.text_key`, which may be nested in another."""
+    key = spec.text_key
+    if spec.format == "text" and key not in names and key.partition(".")[0] not in names:
+        raise UserError(f"{place} lacks the column {key!r}; {other_keys(names)}")
+
+
+def row_value(row: dict[str, Any], spec: SourceSpec) -> Any:
+    """The text of a table's row, or the row, if it is a record or if its text is nested in it."""
+    if spec.format != "text":
+        return without_nulls(row)
+    value = row.get(spec.text_key, row)
+    return value if isinstance(value, str | dict | None) else row
+
+
+def without_nulls(value: Any) -> Any:
+    """A record without nulls: Arrow gives each object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _questions(stream: BinaryIO, place: str) -> Iterator[Item]:
+    """The questions of SQuAD's JSON, each with its context and the title of its article."""
+    try:
+        for article in json.loads(stream.read().removeprefix(codecs.BOM_UTF8))["data"]:
+            for part in article["paragraphs"]:
+                own = {"context": part["context"], "title": str(article.get("title", ""))}
+                for question in part["qas"]:
+                    yield Item(f"{place}, question {question['id']}", {**question, **own})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{place} is not SQuAD's JSON: {type(error).__name__} {error}") from None
