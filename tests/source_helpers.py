@@ -8,7 +8,7 @@ import lzma
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from windlass.data.locate import SourceSpec
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.records import record_of, text_of
 from windlass.data.sources import open_source
 

@@ -94,10 +94,9 @@ def children(process) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "text",
         "jsonl",
         "chat",
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("parquet", "squad")),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("text", "parquet", "squad")),
     ],
 )
 def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, kind):

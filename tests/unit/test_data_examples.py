@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tokenizer_fixtures
 from data_fixtures import counted, recipe_for
 from helpers import refused, windlass
-from windlass.data import sources, split
+from windlass.data import sources
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder
 from windlass.data.examples import (
@@ -23,17 +23,17 @@ from windlass.data.examples import (
     question_prompt,
     unread_keys,
 )
-from windlass.data.locate import (
-    SourceSpec,
+from windlass.data.open import open_data
+from windlass.data.recipe_sources import SourceSpec
+from windlass.data.records import Item
+from windlass.data.shards import Row
+from windlass.data.tokenizer_kinds import (
     byte_tokenizer,
     char_tokenizer,
     gpt2_tokenizer,
     hf_tokenizer,
 )
-from windlass.data.open import open_data
-from windlass.data.records import Item
-from windlass.data.shards import Row
-from windlass.data.split import eval_questions
+from windlass.evaluation.questions import eval_questions
 from windlass.recipe import Recipe
 
 BYTES = byte_tokenizer()
@@ -480,7 +480,7 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
         asked({}, squad_file=str(file))
     entry = squad_item("A cat.", "cat", title="t")
     source = sources.Source(SQUAD, {}, lambda: iter([entry, Item("bad", {})]))
-    monkeypatch.setattr(split, "open_source", lambda spec, notify: source)
+    monkeypatch.setattr("windlass.evaluation.questions.open_source", lambda spec, notify: source)
     of_the_hub = {"format": "squad", "source": "squad", "on_bad_item": "skip"}
     expected = Question("q1", "What is it?", "A cat.", ("cat",), hash64("t"))
     assert asked({"data": of_the_hub}) == [expected]

@@ -29,9 +29,9 @@ from source_helpers import (
 )
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder
-from windlass.data.locate import byte_tokenizer
 from windlass.data.records import BLOCK, text_of
 from windlass.data.sources import describe_source
+from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.errors import UserError
 
 
@@ -217,7 +217,7 @@ def test_questions_of_squad(tmp_path):
 
 MEASURE = """
 import resource, sys
-from windlass.data.locate import SourceSpec
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.records import text_of
 from windlass.data.sources import open_source
 spec = SourceSpec(sys.argv[1], sys.argv[1])

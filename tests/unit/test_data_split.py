@@ -21,9 +21,10 @@ from data_fixtures import (
     texts_of,
 )
 from helpers import refused
-from windlass.data.locate import train_bpe
-from windlass.data.open import describe, open_data, warnings
+from windlass.data.describe import describe, warnings
+from windlass.data.open import open_data
 from windlass.data.split import held_out
+from windlass.data.tokenizer_kinds import bpe_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def split_of(texts, folder, **data):
     )
 
 
-@pytest.mark.parametrize("fraction", [0, 0.1, 0.25, 0.9])
+@pytest.mark.parametrize("fraction", [0, 0.1, 0.9])
 @pytest.mark.parametrize("count", [40, 160])
 def test_the_split_is_the_reference(tmp_path, count, fraction):
     """Of many documents some, by their hashes; of each of few the last characters."""
@@ -313,18 +314,6 @@ def test_conversations_and_questions(tmp_path):
             assert sorted(found) == sorted(n for n in wanted for _ in range(5))
 
 
-def test_the_split_of_questions_does_not_depend_on_how_many_are_prepared(tmp_path):
-    """A limit that takes only some articles decides as the whole file does."""
-    source = f"squad:{questions(tmp_path / 'x.json', 150, 20)}"
-    how = {"format": "squad", "context": 500}
-    small = recipe_for(source, tmp_path / "data", max_tokens=4000, **how)
-    first = open_data(small)
-    whole = open_data(recipe_for(source, tmp_path / "data", **how))
-    assert open_data(small).fingerprint == first.fingerprint
-    (part,), (all_held,) = first.division.val[0], whole.division.val[0]
-    assert set(part.numbers.tolist()) <= set(all_held.numbers.tolist())
-
-
 @pytest.mark.parametrize("kind", ["shared", "lowest", "long", "shards", "copies", "chat"])
 def test_a_directory_that_grows_changes_no_limited_data(tmp_path, kind, monkeypatch):
     texts = [f"document {i} " + "x" * 300 for i in range(900)]
@@ -404,9 +393,9 @@ def test_byte_pairs_of_a_mixture_are_learned_from_what_each_member_trains_on(tmp
 
     def learn(texts, vocab):
         seen.extend(texts)
-        return train_bpe(seen, vocab)
+        return bpe_tokenizer(seen, vocab)
 
-    monkeypatch.setattr("windlass.data.locate.train_bpe", learn)
+    monkeypatch.setattr("windlass.data.recipe_tokenizer.bpe_tokenizer", learn)
     own = [[f"{name} {text}" for text in documents(150, longest=30)] for name in "abc"]
     files = [jsonl(tmp_path / f"{n}.jsonl", texts) for n, texts in enumerate(own)]
     mix = [
@@ -424,13 +413,13 @@ def test_byte_pairs_of_a_mixture_are_learned_from_what_each_member_trains_on(tmp
 def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("windlass.data.records.READ", 500)
     monkeypatch.setattr("windlass.data.records.BLOCK", 1500)
-    seen, real = [], train_bpe
+    seen, real = [], bpe_tokenizer
 
     def learn(texts, vocab):
         seen.extend(texts)
         return real(seen, vocab)
 
-    monkeypatch.setattr("windlass.data.locate.train_bpe", learn)
+    monkeypatch.setattr("windlass.data.recipe_tokenizer.bpe_tokenizer", learn)
     how, texts = {}, [t for t in documents(200, longest=30) if t]
     if kind in ("many", "few"):
         source = jsonl(tmp_path / "x.jsonl", ["", *texts[: 60 if kind == "few" else 200]])

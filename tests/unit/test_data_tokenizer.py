@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 import tokenizer_fixtures
 from helpers import refused
-from windlass.data import locate
+from windlass.data import tokenizer_kinds
 from windlass.data.chat import Template
-from windlass.data.locate import (
+from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
+from windlass.data.tokenizer_kinds import (
+    bpe_tokenizer,
     byte_tokenizer,
     char_tokenizer,
     hf_tokenizer,
     is_learned,
     load_tokenizer,
     named_tokenizer,
-    train_bpe,
 )
-from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
 from windlass.interop.export import save_tokenizer
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
@@ -123,7 +123,7 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_stretches_of_a_text_have_the_ids_of_the_whole_text(kind, tmp_path, data_files):
     """Also for tokenizers that put a space before a text (`mistral`, `llama2`, `phi3`, `t5`)."""
     book = (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:400_000]
-    made = {"bpe": lambda: train_bpe(stretches(book), 600), "t5": lambda: unigram(book)}
+    made = {"bpe": lambda: bpe_tokenizer(stretches(book), 600), "t5": lambda: unigram(book)}
     if kind in tokenizer_fixtures.KINDS:
         tokenizer = hf_tokenizer(str(tokenizer_fixtures.save(kind, tmp_path)))
     else:
@@ -163,7 +163,7 @@ def unigram(text: str) -> Tokenizer:
 
 def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
     """They stop at a number of distinct words, in bytes, whatever the number of texts."""
-    monkeypatch.setattr(locate, "BPE_WORD_BYTES", 5_000)
+    monkeypatch.setattr(tokenizer_kinds, "BPE_WORD_BYTES", 5_000)
     read = []
 
     def texts():
@@ -171,9 +171,9 @@ def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
             read.append(number)
             yield " ".join(f"w{i}" for i in range(number * 100, number * 100 + 100))
 
-    assert train_bpe(texts(), 300).vocab == 300 and 5 < len(read) < 20
+    assert bpe_tokenizer(texts(), 300).vocab == 300 and 5 < len(read) < 20
     repeated = ["the same words " * 10] * 50
-    assert train_bpe(iter(repeated), 270).encode("the same").size <= 4
+    assert bpe_tokenizer(iter(repeated), 270).encode("the same").size <= 4
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "exported", *tokenizer_fixtures.KINDS])
@@ -236,7 +236,7 @@ def test_a_token_has_the_largest_mark_of_its_parts(kind, tmp_path, data_files):
         tokenizer = hf_tokenizer(str(tokenizer_fixtures.save(kind, tmp_path)))
     else:
         made = {"byte": byte_tokenizer, "char": lambda: char_tokenizer(SAMPLE, True)}
-        made["bpe"] = lambda: train_bpe([SAMPLE] * 9, 400)
+        made["bpe"] = lambda: bpe_tokenizer([SAMPLE] * 9, 400)
         tokenizer = made.get(kind, lambda: named_tokenizer(f"gpt2:{data_files / 'gpt2'}"))()
     pieces = [SAMPLE[:7], SAMPLE[7:8], "", SAMPLE[8:61], SAMPLE[61:]]
     ids, marks = tokenizer.encode_marked(list(zip(pieces, (0, 2, 5, 1, 3), strict=True)))
@@ -270,7 +270,10 @@ def test_an_exported_character_tokenizer_raises_on_unknown_characters(tmp_path):
 def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path, data_files):
     gpt2 = data_files / "gpt2"
     settings = {"gpt2": f"gpt2:{gpt2}", "hf": f"hf:{gpt2 / 'gpt2-tokenizer.json'}"}
-    made = {"char": lambda: char_tokenizer(SAMPLE, True), "bpe": lambda: train_bpe([SAMPLE], 300)}
+    made = {
+        "char": lambda: char_tokenizer(SAMPLE, True),
+        "bpe": lambda: bpe_tokenizer([SAMPLE], 300),
+    }
     setting = settings.get(kind, kind)
     tokenizer = made[kind]() if kind in made else named_tokenizer(setting)
     tokenizer.save(tmp_path)
@@ -296,13 +299,13 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
 def test_added_tokens_have_ids_that_only_a_template_writes(kind, tmp_path, data_files):
     text = "The cat sat on the mat.\n"
     make = {
-        "byte": locate.byte_tokenizer,
-        "char": lambda: locate.char_tokenizer(text + "<|x>", True),
-        "gpt2": lambda: locate.gpt2_tokenizer(str(data_files / "gpt2")),
-        "bpe": lambda: locate.train_bpe([text], 300),
+        "byte": tokenizer_kinds.byte_tokenizer,
+        "char": lambda: tokenizer_kinds.char_tokenizer(text + "<|x>", True),
+        "gpt2": lambda: tokenizer_kinds.gpt2_tokenizer(str(data_files / "gpt2")),
+        "bpe": lambda: tokenizer_kinds.bpe_tokenizer([text], 300),
         "hf": lambda: hf_tokenizer(str(tokenizer_fixtures.save("chatml", tmp_path))),
     }[kind]
-    plain, added = make(), locate.with_tokens(make(), ["<|x|>", "<y>"])
+    plain, added = make(), tokenizer_kinds.with_tokens(make(), ["<|x|>", "<y>"])
     new = [plain.vocab, plain.vocab + 1]
     assert [added.special[name] for name in ("<|x|>", "<y>")] == new
     assert added.vocab == plain.vocab + 2 and added.fingerprint != plain.fingerprint

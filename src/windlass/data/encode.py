@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.data import locate
 from windlass.data.chat import Template
-from windlass.data.corpus import Limit, Need, Table
+from windlass.data.corpus import Need, Table
 from windlass.data.examples import encode_example, hash64, pair_text, unread_keys
-from windlass.data.locate import SourceSpec
 from windlass.data.progress import Progress
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.records import MARKS, Item, text_of
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import Source
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
+from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import write_atomic
 
@@ -157,7 +157,7 @@ def serve() -> None:
     source, out = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         folder, spec = pickle.load(source)
-        encoder = Encoder(spec, locate.load_tokenizer(folder), Template.of_directory(folder))
+        encoder = Encoder(spec, load_tokenizer(folder), Template.of_directory(folder))
         while True:
             out.write(pickle.dumps(encoder(pickle.load(source))))
             out.flush()
@@ -235,11 +235,10 @@ def write_source(
     directory: Path,
     index: Index,
     encoder: Encoder,
-    limit: Limit,
     workers: int,
     progress: Progress,
 ) -> Index:
-    """Write the shards of a source after the full ones of `index`, as far as the limit."""
+    """Write the shards of a source after the full ones of `index`, as far as its limit."""
     spec, writer = source.spec, ShardWriter(directory, index, encoder.tokenizer.dtype)
     index = writer.index
     listing = directory / LEFT_OUT
@@ -247,7 +246,7 @@ def write_source(
     write_atomic(listing, "".join(f"{line}\n" for line in lines[: index.left_out]))
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
-    need, characters = Need(limit, Table(directory, index)), 0  # of the document so far
+    need, characters = Need(spec, Table(directory, index)), 0  # of the document so far
     batches = encode(source, directory, encoder, index.resume[0], workers, progress.note)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, batch in batches:

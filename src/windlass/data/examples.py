@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data.chat import Message, Template
-from windlass.data.locate import SourceSpec
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.records import Item, kind_of, record_of
 from windlass.data.shards import Row
 from windlass.errors import UserError

@@ -1,4 +1,4 @@
-"""Which source of a mixture each sample comes from: a pure function of the sample's number.
+"""Mix the samples of several sources: a sample's source is a pure function of the sample's number.
 
 The sequence has blocks, as in levanter's `data/mixture.py`, each with a whole number of samples of
 each source in a random-looking order. At the end of each block a source has its exact share of all
@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -64,7 +64,9 @@ def block_counts(weights: Sequence[float]) -> Iterator[tuple[int, ...]]:
     exact = [Fraction(str(weight)) for weight in weights]
     whole = math.lcm(*(weight.denominator for weight in exact))
     shares = [int(weight * whole) for weight in exact]  # of their sum
-    done, total, every = [0] * len(shares), 0, sum(shares)
+    every = sum(shares)
+    done = [0] * len(shares)
+    total = 0
     while True:
         total += BLOCK
         after = [max(n, total * share // every) for n, share in zip(done, shares, strict=True)]
@@ -84,7 +86,8 @@ def blocks_of(stages: Sequence[Stage], seed: int) -> Iterator[Block]:
         weights = [stage.weights for stage in stages if stage.start <= start][-1]
         switch = min((s.start for s in stages if s.start > start), default=math.inf)
         for counts in block_counts(weights):
-            length, read = int(min(BLOCK, switch - start)), counts
+            length = int(min(BLOCK, switch - start))
+            read = counts
             if length < BLOCK:
                 sources, _ = layout(seed, start, counts)
                 read = tuple(np.bincount(sources[:length], minlength=len(counts)).tolist())
@@ -127,8 +130,10 @@ class Mixture:
     ):
         """`kind` is `data.order`, for the order inside of each source."""
         self.samples, self.stages, self.seed, self.kind = samples, list(stages), seed, kind
-        self._more, self._lock = blocks_of(stages, seed), threading.Lock()
-        self._blocks, self._ends = list[Block](), list[int]()
+        self._more = blocks_of(stages, seed)
+        self._lock = threading.Lock()
+        self._blocks = list[Block]()
+        self._ends = list[int]()  # of these blocks
 
     def _lay(self, number: int) -> None:
         """Lay out the blocks up to the block of a sample."""
@@ -144,7 +149,8 @@ class Mixture:
         sources, own = np.empty_like(numbers), np.empty_like(numbers)
         at = np.searchsorted(self._ends, numbers, side="right")
         for index in np.unique(at).tolist():
-            here, block = at == index, self._blocks[index]
+            here = at == index
+            block = self._blocks[index]
             of, number = layout(self.seed, block.start, block.counts)
             inside = numbers[here] - block.start
             sources[here] = of[inside]
@@ -156,7 +162,8 @@ class Mixture:
         sources, own = self.places(numbers)
         indices = np.empty_like(numbers)
         for source in np.unique(sources).tolist():
-            part, here = self.samples.parts[source], sources == source
+            part = self.samples.parts[source]
+            here = sources == source
             seed = f"{self.seed}/source {source}"
             shards = getattr(part, "shard_samples", None)
             inside = sample_indices(own[here], len(part), self.kind, seed, shards)
@@ -177,14 +184,21 @@ class Mixture:
 
 def shares_of_run(mixture: Mixture, horizon: Horizon) -> list[dict[str, Any]]:
     """What a whole run reads of each source; `weights` are the shares in each stage."""
-    samples, rows = mixture.samples, list[dict[str, Any]]()
     counts = mixture.counts(horizon.steps * horizon.samples_per_step).tolist()
-    for i, (name, part) in enumerate(zip(samples.names, samples.parts, strict=True)):
-        count, size, tokens = counts[i], len(part), real_tokens(part)
-        read = None if tokens is None else round(count * tokens / size)
-        weights = [round(stage.weights[i] / sum(stage.weights), 6) for stage in mixture.stages]
-        row = {"name": name, "weights": weights, "samples": count, "tokens": read}
-        rows.append({**row, "epochs": count / size})
+    rows = list[dict[str, Any]]()
+    for i, (name, part) in enumerate(
+        zip(mixture.samples.names, mixture.samples.parts, strict=True)
+    ):
+        tokens = real_tokens(part)
+        rows.append(
+            {
+                "name": name,
+                "weights": [round(s.weights[i] / sum(s.weights), 6) for s in mixture.stages],
+                "samples": counts[i],
+                "tokens": None if tokens is None else round(counts[i] * tokens / len(part)),
+                "epochs": counts[i] / len(part),
+            }
+        )
     return rows
 
 
@@ -226,16 +240,24 @@ class MixedSamples:
             for source, group in zip(present, groups, strict=True)
         ]
         back = np.argsort(np.concatenate(groups), kind="stable")
-        apart = any(batch.documents is not None for batch in batches)
         width = max(batch.tokens.shape[1] for batch in batches)
-        columns: list[list[Any]] = [[], [], []]  # tokens, labels, documents
-        for batch in batches:  # masked padding to the same width
-            missing = (0, 0), (0, width - batch.tokens.shape[1])
-            own = np.zeros_like(batch.tokens) if batch.documents is None else batch.documents
-            columns[0].append(np.pad(batch.tokens, missing))
-            columns[1].append(np.pad(batch.labels, missing, constant_values=IGNORE_INDEX))
-            columns[2].append(np.pad(own, missing, "edge"))
-        tokens, labels, documents = (np.concatenate(column)[back] for column in columns)
-        if not apart:
+
+        def joined(fields: Iterable[np.ndarray], **padding: Any) -> np.ndarray:
+            """The rows in the order of `indices`, padded to the same width."""
+            padded = [
+                np.pad(rows, ((0, 0), (0, width - rows.shape[1])), **padding) for rows in fields
+            ]
+            return np.concatenate(padded)[back]
+
+        tokens = joined(batch.tokens for batch in batches)
+        labels = joined((batch.labels for batch in batches), constant_values=IGNORE_INDEX)
+        if all(batch.documents is None for batch in batches):
             return Batch(tokens, labels, sources=sources)
+        documents = joined(
+            (
+                np.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+                for batch in batches
+            ),
+            mode="edge",
+        )
         return Batch(tokens, labels, positions_of(documents), documents, sources)

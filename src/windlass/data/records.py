@@ -19,7 +19,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from windlass.data.locate import SourceSpec
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.tokenizer import cut_place
 from windlass.errors import UserError, first_line, plural
 

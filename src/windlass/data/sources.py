@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__, hub
-from windlass.data.locate import SourceSpec
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.records import (
     CONVERSATION_KEYS,
     TABLE_BYTES,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.open import mixture_table, repeated
+from windlass.data.describe import mixture_table, repeated
 from windlass.errors import UserError, plural
 from windlass.estimate.devices import USABLE
 from windlass.estimate.layouts import NETWORK, MemoryRow, Settings, settings_of

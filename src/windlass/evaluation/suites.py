@@ -24,7 +24,6 @@ from windlass import hub
 from windlass.data.chat import Template, stop_tokens, text_tokens
 from windlass.data.examples import Question, question_prompt
 from windlass.data.samples import Samples, Subset
-from windlass.data.split import eval_questions
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, require
 from windlass.evaluation import likelihood
@@ -35,6 +34,7 @@ from windlass.evaluation.likelihood import (
     evaluate_loss,
     log_likelihoods,
 )
+from windlass.evaluation.questions import eval_questions
 from windlass.fileio import write_atomic
 from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from windlass import errors
-from windlass.data.locate import data_dirs
+from windlass.data.directory import data_dirs
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, plural
 from windlass.fileio import locked

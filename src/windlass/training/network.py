@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.state_dict import named_state
-from windlass.data.open import Data
+from windlass.data.run_data import Data
 from windlass.data.samples import Samples, masks_documents
 from windlass.errors import UserError, first_line
 from windlass.estimate.rank import compiles

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from windlass.checkpoint.format import Checkpoint
-from windlass.data.locate import data_dirs
+from windlass.data.describe import DataFacts, describe, lines
+from windlass.data.describe import warnings as data_warnings
+from windlass.data.directory import data_dirs
 from windlass.data.mixture import Mixture, shares_of_run
-from windlass.data.open import Data, Facts, describe, lines, open_data
-from windlass.data.open import warnings as data_warnings
+from windlass.data.open import open_data
+from windlass.data.run_data import Data
 from windlass.data.samples import real_tokens
 from windlass.errors import OutOfMemory, UserError, plural
 from windlass.estimate.activations import measure_peaks
@@ -363,7 +365,7 @@ def report_start(
 
 
 def header(
-    recorder: Recorder, network: Network, batch: BatchPlan, facts: Facts, launch: dict[str, str]
+    recorder: Recorder, network: Network, batch: BatchPlan, facts: DataFacts, launch: dict[str, str]
 ) -> dict[str, str]:
     """The facts of a start by name; an empty one is not shown."""
     recipe, ranks, horizon = recorder.recipe, recorder.ranks, recorder.horizon
