@@ -395,7 +395,7 @@ def test_byte_pairs_of_a_mixture_are_learned_from_what_each_member_trains_on(tmp
         seen.extend(texts)
         return bpe_tokenizer(seen, vocab)
 
-    monkeypatch.setattr("windlass.data.recipe_tokenizer.bpe_tokenizer", learn)
+    monkeypatch.setattr("windlass.data.tokenizer_kinds.bpe_tokenizer", learn)
     own = [[f"{name} {text}" for text in documents(150, longest=30)] for name in "abc"]
     files = [jsonl(tmp_path / f"{n}.jsonl", texts) for n, texts in enumerate(own)]
     mix = [
@@ -419,7 +419,7 @@ def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
         seen.extend(texts)
         return real(seen, vocab)
 
-    monkeypatch.setattr("windlass.data.recipe_tokenizer.bpe_tokenizer", learn)
+    monkeypatch.setattr("windlass.data.tokenizer_kinds.bpe_tokenizer", learn)
     how, texts = {}, [t for t in documents(200, longest=30) if t]
     if kind in ("many", "few"):
         source = jsonl(tmp_path / "x.jsonl", ["", *texts[: 60 if kind == "few" else 200]])

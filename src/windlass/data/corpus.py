@@ -1,5 +1,5 @@
-"""Read a prepared source: its tokens as one row, the table of its documents, and how many of these a
-recipe needs (`data.max_tokens`).
+"""Read a prepared source: its tokens as one row, the table of its documents, and the number of
+documents that a recipe needs (`data.max_tokens`).
 """
 
 from __future__ import annotations

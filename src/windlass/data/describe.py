@@ -1,4 +1,4 @@
-"""Describe the data of a run: in numbers for its ledger, in words for `windlass prepare` and a start."""
+"""Describe the data of a run: in numbers for its ledger, in words for the terminal."""
 
 from __future__ import annotations
 

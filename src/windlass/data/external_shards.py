@@ -1,5 +1,5 @@
 """Check and index the token shards that other tools wrote: nanoGPT, build-nanogpt, llm.c, Megatron.
-Windlass reads them where they are.
+Windlass does not copy them.
 """
 
 from __future__ import annotations

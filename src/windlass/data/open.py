@@ -35,7 +35,7 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
     data, tokenizer = recipe.data, prepared.tokenizer
     if recipe.model.is_new:
         tokenizer.start = None  # of the model that the tokenizer comes from
-    division = divide(prepared.members, (data.train_size, data.eval_size), recipe.run.seed)
+    division = divide(prepared.members, data.train_size, data.eval_size, recipe.run.seed)
     train = _open_set(recipe, prepared, division.train, is_val=False)
     val = _open_set(recipe, prepared, division.val, is_val=True)
     has_layout = any(member.data.format != "text" for member in prepared.members)

@@ -7,15 +7,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from windlass import hub
+from windlass.data import tokenizer_kinds
 from windlass.data.chat import Template
-from windlass.data.corpus import Need
+from windlass.data.corpus import FEW
 from windlass.data.directory import directory_of, hash_of_key, lock_directory, tokenizer_key
 from windlass.data.examples import example_of
 from windlass.data.progress import Progress
@@ -31,16 +31,6 @@ from windlass.data.tokenizer import (
     Tokenizer,
     probe_ids,
     stretches,
-)
-from windlass.data.tokenizer_kinds import (
-    CONFIG_FILES,
-    GPT2_FILES,
-    bpe_tokenizer,
-    char_tokenizer,
-    is_learned,
-    load_tokenizer,
-    named_tokenizer,
-    with_tokens,
 )
 from windlass.errors import UserError
 from windlass.fileio import sha256_of
@@ -66,7 +56,7 @@ def open_tokenizer(
     `tokenizer_files`.
     """
     data = recipe.data
-    can_change = is_learned(data.tokenizer) or bool(files)
+    can_change = tokenizer_kinds.is_learned(data.tokenizer) or bool(files)
     specs = [spec for member in members for spec in member.sources]
     saved = dict[str, Path]()  # the folders of copies, by the format of the source
     if not (renew and can_change):
@@ -75,12 +65,14 @@ def open_tokenizer(
             if (directory / INDEX).is_file():
                 saved.setdefault(spec.format, directory / FOLDER)
     if saved:
-        tokenizer = load_tokenizer(next(iter(saved.values())))
-    elif is_learned(data.tokenizer):
-        tokenizer = with_tokens(learn_tokenizer(recipe, members, progress), data.add_tokens)
+        tokenizer = tokenizer_kinds.load_tokenizer(next(iter(saved.values())))
+    elif tokenizer_kinds.is_learned(data.tokenizer):
+        tokenizer = tokenizer_kinds.with_tokens(
+            learn_tokenizer(recipe, members, progress), data.add_tokens
+        )
     else:
-        named = named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
-        tokenizer = with_tokens(named, data.add_tokens)
+        named = tokenizer_kinds.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
+        tokenizer = tokenizer_kinds.with_tokens(named, data.add_tokens)
     if "chat" in saved:
         return tokenizer, Template.of_directory(saved["chat"])
     template = Template()
@@ -100,7 +92,7 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> None:
         return
     revision = f"@{model.revision}" if model.revision and own == f"hf:{model.name}" else ""
     try:
-        trained = named_tokenizer(own + revision)
+        trained = tokenizer_kinds.named_tokenizer(own + revision)
     except UserError:  # the model has none, or does not exist any more
         return
     ids, trained_ids = (t.inner.get_vocab(with_added_tokens=True) for t in (tokenizer, trained))
@@ -122,9 +114,9 @@ def tokenizer_files(recipe: Recipe) -> list[str]:
     kind, _, place = recipe.data.tokenizer.partition(":")
     if place:
         path = Path(place).expanduser()
-        names = list(GPT2_FILES)
+        names = list(tokenizer_kinds.GPT2_FILES)
         if kind != "gpt2":
-            names = [path.name, JSON_FILE, *CONFIG_FILES, "chat_template.jinja"]
+            names = [path.name, JSON_FILE, *tokenizer_kinds.CONFIG_FILES, "chat_template.jinja"]
         files += [(path.parent if path.is_file() else path) / name for name in names]
     return [sha256_of(file) for file in files if file.is_file()]
 
@@ -146,7 +138,7 @@ def learn_tokenizer(
         if not (directory / FOLDER / DESCRIPTION).is_file():
             learn = learn_byte_pairs if kind == "bpe" else learn_characters
             learn(recipe, members, progress).save(directory)
-        return load_tokenizer(directory / FOLDER)
+        return tokenizer_kinds.load_tokenizer(directory / FOLDER)
 
 
 def learn_characters(
@@ -167,7 +159,7 @@ def learn_characters(
         raise UserError(f"{setting}: {names} hold no text")
     count = sum(len(member.train) for member in members)
     is_one_text = count == 1 and all(source.single_text for source in sources)
-    return char_tokenizer(characters, with_eot=not is_one_text)
+    return tokenizer_kinds.char_tokenizer(characters, with_eot=not is_one_text)
 
 
 def learn_byte_pairs(
@@ -189,7 +181,7 @@ def learn_byte_pairs(
         training_texts(source, fraction, validated, BPE_CHARACTERS // len(train))
         for source, fraction in train
     )
-    return bpe_tokenizer(texts, recipe.data.tokenizer_vocab)
+    return tokenizer_kinds.bpe_tokenizer(texts, recipe.data.tokenizer_vocab)
 
 
 class Document(NamedTuple):
@@ -218,12 +210,11 @@ def training_texts(
 
 
 def first_documents(source: Source, characters: int) -> list[Document]:
-    """The first documents of a source that have `characters`."""
-    spec = replace(source.spec, limit=characters, is_val=False)
-    need = Need(spec)
-    documents = list[Document]()
-    before, size, texts = 0, 0, list[str]()
-    digest = hashlib.blake2b(digest_size=8)  # of a text
+    """The first documents of a source that have `characters`, of at least FEW groups."""
+    spec = source.spec
+    documents, groups = list[Document](), set[int]()
+    before = size = 0
+    texts, digest = list[str](), hashlib.blake2b(digest_size=8)
     for item in source.items():
         for text in texts_of(item, spec):
             texts.append(text[: max(0, characters - before - size)])
@@ -237,8 +228,9 @@ def first_documents(source: Source, characters: int) -> list[Document]:
         else:
             group = example_of(item, spec).group
         documents.append(Document(group, size, texts))
+        groups.add(group)
         before += size
-        if need.is_met(group, size, before):
+        if before >= characters and len(groups) >= FEW:
             break
         size, texts, digest = 0, [], hashlib.blake2b(digest_size=8)
     return documents

@@ -1,5 +1,5 @@
-"""Read files of other machines by ranges through fsspec, with a bounded cache on this disk, which the
-processes of a host may share. A block is a file that appears when it is whole.
+"""Read files of other machines by ranges through fsspec, with a bounded cache on this disk. The
+processes of a host may share it, because a block is a file that appears when it is whole.
 """
 
 from __future__ import annotations

@@ -43,8 +43,10 @@ class Data:
 
 
 def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
-    """A user's `Data`, or that of one dataset or a pair (training, validation); `measured`: one
-    dataset is for validation. Every item is read once for a fingerprint."""
+    """The data of a user: `Data`, a dataset, or a pair of datasets (training, validation).
+
+    Every item of a dataset is read once for a fingerprint. `measured`: one dataset is validation data.
+    """
     if isinstance(data, Data | None):
         return data
     pair = (data, None)

@@ -1,6 +1,6 @@
-"""Write the files of a data directory: `index.json` with what is committed; for each shard of tokens
-(`shard-00000.bin`, little endian) its documents (`.documents`) and, for examples, a bit for each
-token that counts in the loss (`.mask`); `tokenizer/`, `left-out.txt`, `verified.json`.
+"""Write the shards of a data directory. Each has tokens (`shard-00000.bin`, little endian), a table
+of documents (`.documents`) and, for examples, a bit for each token that counts in the loss (`.mask`).
+`index.json` lists the complete ones.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class Row(NamedTuple):
 
 
 class ShardWriter:
-    """Writes rows as shards, each full after the row that reaches `shard_tokens`, and the index after
-    each one; an error in its `with` block removes the shard that is not complete."""
+    """Writes rows as shards, each full after the row that reaches `shard_tokens`, and then the index.
+    An error in its `with` block removes the shard that is not complete."""
 
     def __init__(self, directory: Path, index: Index, dtype: str):
         self.directory, self.dtype = directory, dtype

@@ -84,12 +84,11 @@ class Division:
 
 
 def divide(
-    members: Sequence[Member[Corpus]], sizes: tuple[int, int] = (0, 0), seed: int = 0
+    members: Sequence[Member[Corpus]], train_size: int = 0, eval_size: int = 0, seed: int = 0
 ) -> Division:
     """The training and validation data of a recipe; UserError if nothing is left for training.
 
-    `sizes`: the items of training and validation (`data.train_size`, `data.eval_size`), chosen by
-    `seed`; 0: all.
+    `train_size` and `eval_size`: the number of questions or conversations, chosen by `seed`; 0: all.
     """
     groups = [[_divided(corpus, member) for corpus in member.sources] for member in members]
     pieces = list(chain(*groups))
@@ -101,11 +100,10 @@ def divide(
         if p.corpus.spec.limit and not p.corpus.index.masked:  # a text may end at the limit
             past = np.cumsum(sizes_of(p.train)) - p.corpus.spec.limit
             p.train[:, 1] -= np.clip(past, 0, sizes_of(p.train))
-    train_size, val_size = sizes
     examples = [p for p in pieces if p.corpus.index.masked]
     hashes = [p.texts for p in examples]
     _choose([p.train for p in examples], hashes, train_size, f"train/{seed}")
-    _choose([p.val for p in examples], hashes, val_size, f"eval/{seed}")
+    _choose([p.val for p in examples], hashes, eval_size, f"eval/{seed}")
     train = [
         [_part(p, p.train, -p.cut) for p in group[: len(member.train)]]
         for group, member in zip(groups, members, strict=True)
@@ -121,7 +119,7 @@ def divide(
 
 @dataclass
 class Pieces:
-    """The tokens of each document that train, and those held out.
+    """The tokens of each document that train, and the held-out ones.
 
     A shard of another tool, which does not name its documents, counts as one document.
     """
@@ -131,10 +129,6 @@ class Pieces:
     val: np.ndarray  # the same of the held-out tokens
     texts: np.ndarray  # hashes of the documents, uint64; empty for shards of other tools
     cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
-
-    def from_ends(self, ranges: np.ndarray) -> np.ndarray:
-        """Ranges relative to the end of their documents, which are equal in copies of a text."""
-        return ranges - np.maximum(self.train[:, 1], self.val[:, 1])[:, None]
 
     def hold_out(self, held: np.ndarray) -> None:
         """Hold out whole documents (bool [documents])."""
@@ -239,7 +233,7 @@ def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.nda
 
 
 def _hold_out_external(pieces: Pieces, fraction: float) -> None:
-    """Hold out the shards of another tool that are named so, else the end of all tokens."""
+    """Hold out another tool's shards by their names, else the end of all tokens."""
     names = [Path(shard.file).name.lower() for shard in pieces.corpus.index.shards]
     held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
     if held.any() and not held.all():
@@ -272,30 +266,24 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
 
 def _leave_out_shared(pieces: list[Pieces]) -> int:
     """Do not train on texts and shards of the validation data; the number of such documents."""
-    # hashes of texts held out whole, and the held-out ranges of other texts
-    whole = [np.zeros(0, np.uint64)]
-    in_part = dict[int, set[tuple[int, int]]]()
+    # the hashes of held-out texts, and the characters of each that may train: those before the cut
+    texts, characters = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for p in pieces:
         if len(p.texts):
             held = sizes_of(p.val) > 0
-            is_part = held & (p.cut > 0) & (not p.corpus.spec.is_val)
-            whole.append(p.texts[held & ~is_part])
-            ranges = p.from_ends(p.val)[is_part].tolist()
-            for text, (first, last) in zip(p.texts[is_part].tolist(), ranges, strict=True):
-                in_part.setdefault(text, set()).add((first, last))
-    whole_texts = np.unique(np.concatenate(whole))
-    cut_texts = np.array([*in_part], np.uint64)
+            texts.append(p.texts[held])
+            characters.append(p.cut[held] * (not p.corpus.spec.is_val))
+    order = np.lexsort((np.concatenate(characters), np.concatenate(texts)))
+    held_texts, first = np.unique(np.concatenate(texts)[order], return_index=True)
+    allowed = np.concatenate(characters)[order][first]  # the least of each text
     separate = [shard for p in pieces if p.corpus.spec.is_val for shard in p.corpus.index.shards]
     files = {key for shard in separate for key in (shard.file, shard.identity)}
     shared = 0
     for p in pieces:
         if len(p.texts):
-            also = np.isin(p.texts, whole_texts)
-            ranges = p.from_ends(p.train)
-            for place in np.flatnonzero(np.isin(p.texts, cut_texts)).tolist():
-                first, last = ranges[place].tolist()
-                parts = in_part[int(p.texts[place])]
-                also[place] |= any(start < last and first < stop for start, stop in parts)
+            also = np.isin(p.texts, held_texts)
+            cut, most = p.cut[also], allowed[np.searchsorted(held_texts, p.texts[also])]
+            also[also] = (cut == 0) | (cut > most)
         else:
             shards = p.corpus.index.shards
             also = np.array([bool(files & {s.file, s.identity}) for s in shards], bool)
@@ -305,7 +293,7 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
 
 
 def _choose(ranges: list[np.ndarray], hashes: list[np.ndarray], size: int, purpose: str) -> None:
-    """Keep `size` documents (0: all) of the sources, those with the lowest random numbers."""
+    """Keep `size` documents (0: all) of the sources, by the lowest random numbers."""
     draws = [draws_of(own, purpose) for own in hashes]
     present = [draw[sizes_of(own) > 0] for draw, own in zip(draws, ranges, strict=True)]
     flat = np.concatenate([np.zeros(0, np.uint64), *present])

@@ -1,5 +1,5 @@
-"""Make a tokenizer of each kind: of bytes, of characters, of GPT-2, from a `tokenizer.json`, or with
-byte pairs learned from texts; or load one that `Tokenizer.save` wrote.
+"""Make a tokenizer of each kind: `byte`, `char`, `gpt2`, `bpe`, and `hf` from a `tokenizer.json`; or
+load one that `Tokenizer.save` wrote.
 """
 
 from __future__ import annotations

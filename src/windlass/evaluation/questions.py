@@ -1,4 +1,4 @@
-"""Choose the questions of the SQuAD suite: of a separate source, or those held out from training."""
+"""Choose the questions of the SQuAD suite, from a separate source or held out from training."""
 
 from __future__ import annotations
 
