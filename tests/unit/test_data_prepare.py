@@ -4,7 +4,6 @@ was interrupted or extended.
 
 import contextlib
 import errno
-import itertools
 import json
 import random
 import re
@@ -573,40 +572,25 @@ def test_a_learned_tokenizer_is_learned_again_from_a_changed_source(tmp_path, to
 # -- several sources
 
 
-def counts(data):
-    """Of each source the documents, the tokens for training, and those held out."""
-    used = {}
-    for part in itertools.chain(*data.division.train):
-        val = [own for own in itertools.chain(*data.division.val) if own.corpus is part.corpus]
-        own = part.corpus.index.documents, part.tokens, sum(other.tokens for other in val)
-        used[Path(part.corpus.spec.name).name] = own
-    return used
-
-
-def three_sources(folder):
-    (folder / "novel.txt").write_text("call me something else. " * 400)
-    jsonl(folder / "many.jsonl", [f"document number {n}, " * 4 for n in range(600)])
-    jsonl(folder / "few.jsonl", [f"short {n}" * 10 for n in range(12)])
-    return [str(folder / name) for name in ("novel.txt", "many.jsonl", "few.jsonl")]
-
-
 def test_several_sources_give_equal_parts_at_most(tmp_path):
-    sources = three_sources(tmp_path)
-    sources.append(str(jsonl(tmp_path / "none.jsonl", ["", ""])))
-    data = open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000))
-    used = counts(data)
-    assert used["none.jsonl"] == (0, 0, 0)
+    novel = tmp_path / "novel.txt"
+    novel.write_text("call me something else. " * 400)
+    many = jsonl(tmp_path / "many.jsonl", [f"document number {n}, " * 4 for n in range(600)])
+    few = jsonl(tmp_path / "few.jsonl", [f"short {n}" * 10 for n in range(12)])
+    sources = [str(path) for path in (novel, many, few, jsonl(tmp_path / "none.jsonl", ["", ""]))]
+
+    def used(limit):
+        data = open_data(recipe_for(sources, tmp_path / "data", max_tokens=limit))
+        return data, [part.tokens for part in data.division.train[0]]
+
+    data, tokens = used(20_000)
+    assert tokens[:2] == [5000, 5000] and tokens[3] == 0
+    assert tokens[2] == pytest.approx(0.9 * few.stat().st_size - 12 * 10, rel=0.05)  # all of it
     (warning,) = warnings(describe(data))
     assert "none.jsonl" in warning and "data.source" in warning
-    few = used["few.jsonl"][1]  # a short one gives all
-    assert few == pytest.approx(0.9 * (Path(sources[2]).stat().st_size - 12 * 10), rel=0.05)
-    assert used["novel.txt"][1] == 5000 and few < 5000
-    assert used["many.jsonl"][1] == 5000
     for limit in (8000, 40_000, 3000):
-        limited = recipe_for(sources, tmp_path / "data", max_tokens=limit)
-        assert 0.8 * limit / 4 < counts(open_data(limited))["many.jsonl"][1] <= limit / 4
-    again = open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000))
-    assert again.fingerprint == data.fingerprint
+        assert 0.8 * limit / 4 < used(limit)[1][1] <= limit / 4
+    assert used(20_000)[0].fingerprint == data.fingerprint
 
 
 # -- processes and memory

@@ -56,23 +56,22 @@ def open_tokenizer(
     `tokenizer_files`.
     """
     data = recipe.data
-    can_change = tokenizer_kinds.is_learned(data.tokenizer) or bool(files)
+    is_learned = tokenizer_kinds.is_learned(data.tokenizer)
     specs = [spec for member in members for spec in member.sources]
     saved = dict[str, Path]()  # the folders of copies, by the format of the source
-    if not (renew and can_change):
+    if not (renew and (is_learned or files)):
         for spec in specs:
             directory = directory_of(spec, recipe)
             if (directory / INDEX).is_file():
                 saved.setdefault(spec.format, directory / FOLDER)
     if saved:
         tokenizer = tokenizer_kinds.load_tokenizer(next(iter(saved.values())))
-    elif tokenizer_kinds.is_learned(data.tokenizer):
-        tokenizer = tokenizer_kinds.with_tokens(
-            learn_tokenizer(recipe, members, progress), data.add_tokens
-        )
     else:
-        named = tokenizer_kinds.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
-        tokenizer = tokenizer_kinds.with_tokens(named, data.add_tokens)
+        if is_learned:
+            tokenizer = learn_tokenizer(recipe, members, progress)
+        else:
+            tokenizer = tokenizer_kinds.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
+        tokenizer = tokenizer_kinds.with_tokens(tokenizer, data.add_tokens)
     if "chat" in saved:
         return tokenizer, Template.of_directory(saved["chat"])
     template = Template()
