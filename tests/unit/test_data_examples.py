@@ -497,7 +497,7 @@ def test_the_suite_asks_what_training_holds_out_of_each_source(tmp_path: Path) -
     division = open_data(recipe).division
     assert division is not None
     held = [
-        part.corpus.stream.table.field("text")[part.numbers].tolist()
+        part.corpus.table.field("text")[part.numbers].tolist()
         for parts in division.val
         for part in parts
     ]

@@ -30,7 +30,7 @@ from data_fixtures import (
 )
 from helpers import refused
 from windlass.data.chat import Template
-from windlass.data.corpus import Stream
+from windlass.data.corpus import Stream, Table
 from windlass.data.describe import describe, lines, warnings
 from windlass.data.directory import data_dirs
 from windlass.data.open import open_data
@@ -106,7 +106,7 @@ def test_documents_lie_end_to_end(tmp_path):
     tokens = packed(texts, tokenizer)
     assert all_tokens(directory, index).tolist() == tokens
     starts = [i for i, token in enumerate(tokens) if token == tokenizer.eot]
-    assert Stream(directory, index).table.edges.tolist() == [*starts, len(tokens)]
+    assert Table(directory, index).edges.tolist() == [*starts, len(tokens)]
     assert index.documents == len(starts) and index.items == len(texts) and index.complete
     assert all(s.tokens >= 1024 for s in index.shards[:-1])
     assert len(index.shards) > 3
@@ -246,15 +246,13 @@ def test_a_directory_is_extended_while_another_process_reads_it(tmp_path):
     for part in data.division.train[0]:
         (other,) = wanted.train[0]
         assert part.corpus.index.tokens < Index.load(part.corpus.directory).tokens
-        assert len(part.corpus.stream.table) == len(other.corpus.stream.table)
+        assert len(part.corpus.table) == len(other.corpus.table)
         assert np.array_equal(part.edges, other.edges)
     rows, more = data.train.read(np.arange(len(data.train))), open_data(small)
     assert np.array_equal(rows.tokens, more.train.read(np.arange(len(more.train))).tokens)
     assert more.fingerprint == data.fingerprint
     (corpus,) = reader.corpora  # opened before, its table read after
-    assert len(corpus.stream.table) < len(
-        Stream(corpus.directory, Index.load(corpus.directory)).table
-    )
+    assert len(corpus.table) < len(Table(corpus.directory, Index.load(corpus.directory)))
 
 
 EXTEND = """

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from data_fixtures import conversations, documents, jsonl, recipe_for
 from helpers import refused
-from windlass.data.corpus import Corpus, Stream
+from windlass.data.corpus import Corpus, Stream, Table
 from windlass.data.open import open_data
 from windlass.data.recipe_sources import SourceSpec
 from windlass.data.samples import PackedSamples, Tokens
@@ -101,9 +101,9 @@ def test_what_is_written_is_read(tmp_path_factory, sizes, shard_tokens, masked, 
     if masked:
         bits = [bit for _, marks in wanted for bit in marks]
         assert stream.marks(start, stop).tolist() == bits[start:stop]
-        assert stream.table.field("group").tolist() == [2000 + i for i in range(len(sizes))]
+        assert Table(folder, index).field("group").tolist() == [2000 + i for i in range(len(sizes))]
     ends = np.cumsum([0, *(len(document) for document, _ in wanted)]).tolist()
-    table = stream.table
+    table = Table(folder, index)
     assert table.edges.tolist() == ends
     assert table.field("text").tolist() == [1000 + i for i in range(len(sizes))]
     assert table.characters.tolist() == [sum(range(1, len(parts) + 1)) for parts in sizes]
@@ -130,7 +130,7 @@ def test_a_table_of_a_killed_preparation_has_only_whole_documents(tmp_path):
         with ShardWriter(folder, new_index(12), "uint16") as writer:
             for row in rows:
                 writer.add(row)
-        table = Stream(folder, Index.load(folder)).table
+        table = Table(folder, Index.load(folder))
         assert table.edges.tolist() == ([0, 8] if more else [0, 8, 18])
         assert table.field("text").tolist() == ([5] if more else [5, 6])
 

@@ -294,7 +294,7 @@ def test_conversations_and_questions(tmp_path):
         data = open_data(recipe_for(source, tmp_path / "data", **how))
         (train,), (val,) = data.division.train[0], data.division.val[0]
         assert len(data.train) + len(data.val) == train.documents + val.documents == count
-        hashes = train.corpus.stream.table.field("text")
+        hashes = train.corpus.table.field("text")
         held = np.argsort(hashes)[:3] if few else np.flatnonzero(hashes < 2**64 // 10)
         assert sorted(val.numbers.tolist()) == sorted(held.tolist())
     for articles, few in ((20, True), (130, False)):

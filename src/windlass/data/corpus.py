@@ -26,6 +26,8 @@ OPEN_FILES = 128
 
 @dataclass(frozen=True)
 class Corpus:
+    """A source, prepared as far as a recipe needs it."""
+
     directory: Path
     index: Index
     spec: SourceSpec
@@ -37,9 +39,13 @@ class Corpus:
     def stream(self) -> Stream:
         return Stream(self.directory, self.index, self.spec.cache_bytes)
 
+    @cached_property
+    def table(self) -> Table:
+        return Table(self.directory, self.index)
+
     def places_of(self, documents: Sequence[int], characters: Sequence[int]) -> Iterator[int]:
         """The token of the source at which each document has reached its number of characters."""
-        table = self.stream.table
+        table = self.table
         starts = np.append(table.rows("start").view(np.int64), self.index.tokens)
         all_sizes = table.rows("characters").astype(np.int64)
         for document, limit in zip(documents, characters, strict=True):
@@ -151,10 +157,6 @@ class Stream:
         if len(raw) != count:
             raise bad_shard(name, "ends too early: it was truncated after it was checked")
         return raw
-
-    @cached_property
-    def table(self) -> Table:
-        return Table(self._directory, self.index)
 
 
 class Table:

@@ -247,7 +247,7 @@ def write_source(
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
     need, characters = Need(spec, Table(directory, index)), 0  # of the document so far
-    batches = encode(source, directory, encoder, index.resume[0], workers, progress.note)
+    batches = encode(source, directory, encoder, index.resume.item, workers, progress.note)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, batch in batches:
             for row in rows:

@@ -33,95 +33,6 @@ class Stage(NamedTuple):
     weights: tuple[float, ...]  # of each source, of any sum
 
 
-class Block(NamedTuple):
-    """Some samples, from number `start` on."""
-
-    start: int
-    length: int  # under BLOCK if it is cut
-    before: tuple[int, ...]  # samples of each source before it
-    counts: tuple[int, ...]  # samples of each source in it, before it is cut
-
-
-@lru_cache(maxsize=16)
-def layout(seed: int, start: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each place of a block, and its number among these, both int64 [BLOCK]."""
-    sources = np.repeat(np.arange(len(counts)), counts)
-    order = permute(np.arange(BLOCK), BLOCK, f"windlass/mixture/{seed}/{start}")
-    sources, numbers = sources[order], np.empty(BLOCK, np.int64)
-    for source, count in enumerate(counts):
-        numbers[sources == source] = np.arange(count)
-    return sources, numbers
-
-
-def block_counts(weights: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """The samples of each source in one block after another.
-
-    After `m` samples source `i` has `m * share` samples, rounded up or down. A sample is due in the
-    first block at whose end the share rounded down contains it, and may come in the first block at
-    whose end the share rounded up does. The samples that are due first come first, so none is late
-    (earliest deadline first; R. Tijdeman, The chairman assignment problem, 1980).
-    """
-    exact = [Fraction(str(weight)) for weight in weights]
-    whole = math.lcm(*(weight.denominator for weight in exact))
-    shares = [int(weight * whole) for weight in exact]  # of their sum
-    every = sum(shares)
-    done = [0] * len(shares)
-    total = 0
-    while True:
-        total += BLOCK
-        after = [max(n, total * share // every) for n, share in zip(done, shares, strict=True)]
-        if spare := total - sum(after):
-            may = [i for i, share in enumerate(shares) if after[i] * every < total * share]
-            may.sort(key=lambda i: Fraction(after[i] + 1, shares[i]))
-            for i in may[:spare]:
-                after[i] += 1
-        yield tuple(n - before for n, before in zip(after, done, strict=True))
-        done = after
-
-
-def blocks_of(stages: Sequence[Stage], seed: int) -> Iterator[Block]:
-    """The blocks of a mixture, in order, without end."""
-    start, done = 0, (0,) * len(stages[0].weights)
-    while True:
-        weights = [stage.weights for stage in stages if stage.start <= start][-1]
-        switch = min((s.start for s in stages if s.start > start), default=math.inf)
-        for counts in block_counts(weights):
-            length = int(min(BLOCK, switch - start))
-            read = counts
-            if length < BLOCK:
-                sources, _ = layout(seed, start, counts)
-                read = tuple(np.bincount(sources[:length], minlength=len(counts)).tolist())
-            yield Block(start, length, done, counts)
-            start += length
-            done = tuple(n + more for n, more in zip(done, read, strict=True))
-            if start == switch:
-                break
-
-
-def stages_of(data: DataSettings, horizon: Horizon) -> list[Stage]:
-    """The stages of a recipe's mixture, for a run."""
-    weights = {part.name: part.weight for part in data.mix}
-    stages = [Stage(0, tuple(weights.values()))]
-    size = horizon.samples_per_step
-    places = [size * horizon.steps_in(stage.start) for stage in data.stages]
-    for start, stage in sorted(zip(places, data.stages, strict=True), key=lambda pair: pair[0]):
-        weights |= stage.weights
-        stages.append(Stage(start, tuple(weights.values())))
-    return stages
-
-
-def continue_stages(past: Sequence[Stage], planned: Sequence[Stage], at: int) -> list[Stage]:
-    """The stages of a run that continues at sample `at`: the past ones before it, then the plan's
-    (a branch has other weights, or a longer run moves a stage)."""
-    if not past:
-        return list(planned)
-    stages = [stage for stage in past if stage.start < at]
-    current = [stage for stage in planned if stage.start <= at][-1]
-    if not stages or stages[-1].weights != current.weights:
-        stages.append(current._replace(start=at))
-    return stages + [stage for stage in planned if stage.start > at]
-
-
 class Mixture:
     """The sequence of a mixture's samples. Threads may share it."""
 
@@ -200,6 +111,95 @@ def shares_of_run(mixture: Mixture, horizon: Horizon) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def stages_of(data: DataSettings, horizon: Horizon) -> list[Stage]:
+    """The stages of a recipe's mixture, for a run."""
+    weights = {part.name: part.weight for part in data.mix}
+    stages = [Stage(0, tuple(weights.values()))]
+    size = horizon.samples_per_step
+    places = [size * horizon.steps_in(stage.start) for stage in data.stages]
+    for start, stage in sorted(zip(places, data.stages, strict=True), key=lambda pair: pair[0]):
+        weights |= stage.weights
+        stages.append(Stage(start, tuple(weights.values())))
+    return stages
+
+
+def continue_stages(past: Sequence[Stage], planned: Sequence[Stage], at: int) -> list[Stage]:
+    """The stages of a run that continues at sample `at`: the past ones before it, then the plan's
+    (a branch has other weights, or a longer run moves a stage)."""
+    if not past:
+        return list(planned)
+    stages = [stage for stage in past if stage.start < at]
+    current = [stage for stage in planned if stage.start <= at][-1]
+    if not stages or stages[-1].weights != current.weights:
+        stages.append(current._replace(start=at))
+    return stages + [stage for stage in planned if stage.start > at]
+
+
+class Block(NamedTuple):
+    """Some samples, from number `start` on."""
+
+    start: int
+    length: int  # under BLOCK if it is cut
+    before: tuple[int, ...]  # samples of each source before it
+    counts: tuple[int, ...]  # samples of each source in it, before it is cut
+
+
+def blocks_of(stages: Sequence[Stage], seed: int) -> Iterator[Block]:
+    """The blocks of a mixture, in order, without end."""
+    start, done = 0, (0,) * len(stages[0].weights)
+    while True:
+        weights = [stage.weights for stage in stages if stage.start <= start][-1]
+        switch = min((s.start for s in stages if s.start > start), default=math.inf)
+        for counts in block_counts(weights):
+            length = int(min(BLOCK, switch - start))
+            read = counts
+            if length < BLOCK:
+                sources, _ = layout(seed, start, counts)
+                read = tuple(np.bincount(sources[:length], minlength=len(counts)).tolist())
+            yield Block(start, length, done, counts)
+            start += length
+            done = tuple(n + more for n, more in zip(done, read, strict=True))
+            if start == switch:
+                break
+
+
+def block_counts(weights: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    """The samples of each source in one block after another.
+
+    After `m` samples source `i` has `m * share` samples, rounded up or down. A sample is due in the
+    first block at whose end the share rounded down contains it, and may come in the first block at
+    whose end the share rounded up does. The samples that are due first come first, so none is late
+    (earliest deadline first; R. Tijdeman, The chairman assignment problem, 1980).
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    whole = math.lcm(*(weight.denominator for weight in exact))
+    shares = [int(weight * whole) for weight in exact]  # of their sum
+    every = sum(shares)
+    done = [0] * len(shares)
+    total = 0
+    while True:
+        total += BLOCK
+        after = [max(n, total * share // every) for n, share in zip(done, shares, strict=True)]
+        if spare := total - sum(after):
+            may = [i for i, share in enumerate(shares) if after[i] * every < total * share]
+            may.sort(key=lambda i: Fraction(after[i] + 1, shares[i]))
+            for i in may[:spare]:
+                after[i] += 1
+        yield tuple(n - before for n, before in zip(after, done, strict=True))
+        done = after
+
+
+@lru_cache(maxsize=16)
+def layout(seed: int, start: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each place of a block, and its number among these, both int64 [BLOCK]."""
+    sources = np.repeat(np.arange(len(counts)), counts)
+    order = permute(np.arange(BLOCK), BLOCK, f"windlass/mixture/{seed}/{start}")
+    sources, numbers = sources[order], np.empty(BLOCK, np.int64)
+    for source, count in enumerate(counts):
+        numbers[sources == source] = np.arange(count)
+    return sources, numbers
 
 
 class MixedSamples:

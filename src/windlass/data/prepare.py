@@ -40,34 +40,6 @@ if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The prepared data of a recipe, checked."""
-
-    members: list[Member[Corpus]] = field(repr=False)
-    tokenizer: Tokenizer = field(repr=False)
-    template: Template = field(repr=False)
-    seconds: float = 0.0  # to prepare, wait and check
-
-    @property
-    def corpora(self) -> list[Corpus]:
-        return [corpus for member in self.members for corpus in member.sources]
-
-    @property
-    def directories(self) -> list[Path]:
-        return list(dict.fromkeys(corpus.directory for corpus in self.corpora))
-
-    @property
-    def is_new(self) -> bool:
-        """Whether this process has written some of it."""
-        return any(corpus.is_new for corpus in self.corpora)
-
-    @property
-    def changed(self) -> list[str]:
-        """The sources that have changed since, in sentences."""
-        return list(dict.fromkeys(corpus.change for corpus in self.corpora if corpus.change))
-
-
 def prepare(
     recipe: Recipe | str | Path,
     ranks: Ranks | None = None,
@@ -121,6 +93,34 @@ def prepare(
     finally:
         progress.close()
     return replace(prepared, seconds=time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The prepared data of a recipe, checked."""
+
+    members: list[Member[Corpus]] = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
+    template: Template = field(repr=False)
+    seconds: float = 0.0  # to prepare, wait and check
+
+    @property
+    def corpora(self) -> list[Corpus]:
+        return [corpus for member in self.members for corpus in member.sources]
+
+    @property
+    def directories(self) -> list[Path]:
+        return list(dict.fromkeys(corpus.directory for corpus in self.corpora))
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this process has written some of it."""
+        return any(corpus.is_new for corpus in self.corpora)
+
+    @property
+    def changed(self) -> list[str]:
+        """The sources that have changed since, in sentences."""
+        return list(dict.fromkeys(corpus.change for corpus in self.corpora if corpus.change))
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:

@@ -65,6 +65,14 @@ class Shard(BaseModel):
         return files
 
 
+class Resume(NamedTuple):
+    """Where the shard after the last full one begins."""
+
+    item: int = 0  # number in the source
+    rows: int = 0  # of the item, in the shards before
+    left_out: int = 0  # items left out before the item
+
+
 class Index(BaseModel):
     key: dict[str, Any]  # what determines the tokens; the directory's name has a hash of it
     source: dict[str, Any]  # `Source.description`
@@ -74,9 +82,7 @@ class Index(BaseModel):
     masked: bool = False  # questions or conversations
     shard_tokens: int
     shards: list[Shard] = []
-    # Where the shard after the last full one begins: the number of its item, the item's rows in the
-    # shards before, and the items left out before.
-    resume: tuple[int, int, int] = (0, 0, 0)
+    resume: Resume = Resume()
     items: int = 0  # that are read, empty ones and those left out included
     left_out: int = 0  # items that could not be read (`data.on_bad_item`)
     complete: bool = False  # False: the source has more
@@ -166,7 +172,7 @@ class ShardWriter:
     def __init__(self, directory: Path, index: Index, dtype: str):
         self.directory, self.dtype = directory, dtype
         # Continue after the full shards: a kill may leave a short last one replaced.
-        parts = {"shards": index.full_shards, "complete": False, "left_out": index.resume[2]}
+        parts = {"shards": index.full_shards, "complete": False, "left_out": index.resume.left_out}
         self.index = index.model_copy(update=parts).save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
         self._shard: _NewShard | None = None  # being filled
@@ -206,9 +212,9 @@ class ShardWriter:
             self.index.shards.append(self._shard.finish())
             self._shard = None
             if row.marks is None and not row.more:
-                self.index.resume = row.item + 1, 0, self.index.left_out
+                self.index.resume = Resume(row.item + 1, 0, self.index.left_out)
             else:
-                self.index.resume = row.item, self._rows, self._left_out
+                self.index.resume = Resume(row.item, self._rows, self._left_out)
             self.index = self.index.save(self.directory)
 
     def finish(self, complete: bool) -> Index:

@@ -147,7 +147,7 @@ def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
 
 def _divided(corpus: Corpus, member: Member[Corpus]) -> Pieces:
     """A source of a member up to its limit, divided into training and validation data."""
-    spec, index, table = corpus.spec, corpus.index, corpus.stream.table
+    spec, index, table = corpus.spec, corpus.index, corpus.table
     edges, texts = corpus.stream.edges, np.zeros(0, np.uint64)
     if len(table):
         count = documents_read(table, spec) or len(table)
@@ -174,7 +174,7 @@ def _divided(corpus: Corpus, member: Member[Corpus]) -> Pieces:
 def _end_at_limit(pieces: Pieces) -> None:
     """End the last text of separate validation data at the limit."""
     corpus, last = pieces.corpus, len(pieces.texts) - 1
-    sizes = corpus.stream.table.characters[: last + 1]
+    sizes = corpus.table.characters[: last + 1]
     over = int(sizes.sum()) - corpus.spec.limit
     if over > 0:
         characters = max(1, int(sizes[last]) - over)
@@ -186,7 +186,7 @@ def _end_at_limit(pieces: Pieces) -> None:
 def _hold_out_documents(pieces: Pieces, fraction: float) -> None:
     """Hold out whole documents, or the ends of documents."""
     corpus, count = pieces.corpus, len(pieces.texts)
-    table = corpus.stream.table
+    table = corpus.table
     sizes, groups = table.characters[:count], table.groups[:count]
     whole, cuts = held_out(groups, sizes, fraction, are_examples=corpus.index.masked)
     pieces.hold_out(whole)
