@@ -15,8 +15,7 @@ import zlib
 import numpy as np
 import torch
 
-from windlass import Recipe, Run, load_model, train
-from windlass.data.open import Data
+from windlass import Data, Recipe, Run, load_model, train
 from windlass.model.gpt import GPT
 
 LENGTH, DIGITS = 6, 3

@@ -91,9 +91,9 @@ def save(kind: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
 
 def save_tokenizer(texts: list[str], directory: Path, vocab: int = VOCAB) -> Path:
     """Byte pairs trained on the texts, as a `tokenizer.json` whose end of text is id 0."""
-    from windlass.data.locate import train_bpe
+    from windlass.data.tokenizer_kinds import bpe_tokenizer
 
-    train_bpe(texts, vocab).save(directory)
+    bpe_tokenizer(texts, vocab).save(directory)
     shutil.copy(directory / "tokenizer" / "tokenizer.json", directory)
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config |= dict.fromkeys(("eos_token", "bos_token"), "<|endoftext|>")

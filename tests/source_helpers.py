@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from windlass.data.items import record_of, text_of
-from windlass.data.locate import SourceSpec
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.sources import open_source
 
 TEXTS = [f"document {i} \u00e9\u4e2d\U0001f642\n" * (i % 5) for i in range(23)]

@@ -13,7 +13,7 @@ from harness import Join, recipe, run_ranks
 
 from rows import Rows
 from windlass.data.items import Question
-from windlass.data.locate import byte_tokenizer
+from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.evaluation.api import precision_of
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.harness import generate_until

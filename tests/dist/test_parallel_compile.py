@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import hf_fixtures
-from windlass.data.locate import byte_tokenizer
 from windlass.data.samples import positions_of
+from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.suites import Suites

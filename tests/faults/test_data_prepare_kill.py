@@ -18,7 +18,7 @@ import pytest
 import forked
 from data_fixtures import conversations, jsonl, questions
 from helpers import command
-from windlass.data.corpus import Stream
+from windlass.data.corpus import Table
 from windlass.data.shards import Index
 
 WORDS = "the quick brown fox jumps over the lazy dog and goes on to something else entirely".split()
@@ -79,7 +79,7 @@ def whole_of(folder: Path, kind: str):
     index = Index.load(directory)
     assert index.complete and index.items == index.documents == items  # none lost, none double
     if kind != "text":
-        table = Stream(directory, index).table
+        table = Table(directory, index)
         assert len(np.unique(table.field("text"))) == items
     return settings, content(folder / "whole")
 
@@ -94,10 +94,9 @@ def children(process) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "text",
         "jsonl",
         "chat",
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("parquet", "squad")),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("text", "parquet", "squad")),
     ],
 )
 def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, kind):

@@ -18,12 +18,12 @@ from helpers import refused, write_ledger
 from windlass import sample, train
 from windlass.checkpoint.choose import read_lineage, record
 from windlass.data.chat import Template
-from windlass.data.locate import (
+from windlass.data.tokenizer_kinds import (
+    bpe_tokenizer,
     byte_tokenizer,
     char_tokenizer,
     gpt2_tokenizer,
     hf_tokenizer,
-    train_bpe,
 )
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate
@@ -118,7 +118,7 @@ def test_an_exported_tokenizer_gives_the_same_ids_and_text(kind, tmp_path, reque
     tokenizer = {
         "byte": byte_tokenizer,
         "char": lambda: char_tokenizer(PROBE, True),
-        "bpe": lambda: train_bpe([PROBE] * 3, 300),
+        "bpe": lambda: bpe_tokenizer([PROBE] * 3, 300),
         "gpt2": lambda: gpt2_tokenizer(str(request.getfixturevalue("data_files") / "gpt2")),
     }[kind]()
     save_tokenizer(tokenizer, Template(), 64, tmp_path)

@@ -19,10 +19,11 @@ from rows import Rows
 from windlass import train
 from windlass.data.corpus import Corpus
 from windlass.data.loader import to_tensor
-from windlass.data.locate import SourceSpec, byte_tokenizer
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
+from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.model.attention import Documents, documents_of
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise

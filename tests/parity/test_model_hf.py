@@ -22,7 +22,7 @@ from harness import train_on_ranks
 import hf_fixtures
 from helpers import curve, refused
 from windlass import train
-from windlass.data.locate import hf_tokenizer
+from windlass.data.tokenizer_kinds import hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.api import sample
 from windlass.evaluation.generate import Sampling, generate

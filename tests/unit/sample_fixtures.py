@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from windlass.data.corpus import Corpus
-from windlass.data.locate import Member, SourceSpec, byte_tokenizer
+from windlass.data.recipe_sources import Member, SourceSpec
 from windlass.data.samples import ExampleSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import divide
+from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.recipe import DataSettings
 
 BYTES = byte_tokenizer()

@@ -13,8 +13,8 @@ from data_fixtures import counted
 from helpers import refused
 from windlass.data import chat
 from windlass.data.chat import Template
-from windlass.data.locate import byte_tokenizer, hf_tokenizer
 from windlass.data.tokenizer import Tokenizer
+from windlass.data.tokenizer_kinds import byte_tokenizer, hf_tokenizer
 from windlass.evaluation.generate import in_order
 from windlass.recipe import DataSettings
 

@@ -13,7 +13,9 @@ from data_fixtures import (
     recipe_for,
 )
 from helpers import windlass
-from windlass.data.open import Data, describe, lines, open_data, warnings
+from windlass.data.describe import describe, lines, warnings
+from windlass.data.open import open_data
+from windlass.data.run_data import Data
 
 
 def books(folder: Path, *sizes: int) -> Path:

@@ -31,8 +31,8 @@ from windlass.data.chat import Template
 from windlass.data.encode import Encoder
 from windlass.data.files import BLOCK
 from windlass.data.items import text_of
-from windlass.data.locate import byte_tokenizer
 from windlass.data.sources import describe_source
+from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.errors import UserError
 
 
@@ -218,8 +218,8 @@ def test_questions_of_squad(tmp_path):
 
 MEASURE = """
 import resource, sys
-from windlass.data.locate import SourceSpec
 from windlass.data.items import text_of
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.sources import open_source
 spec = SourceSpec(sys.argv[1], sys.argv[1])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -12,20 +12,21 @@ from hypothesis import strategies as st
 import tokenizer_fixtures
 from data_fixtures import counted, recipe_for
 from helpers import refused
-from windlass.data import sources, split
+from windlass.data import sources
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder, Job
 from windlass.data.items import Item, Question, example_of, hash64, question_prompt
-from windlass.data.locate import (
-    SourceSpec,
+from windlass.data.open import open_data
+from windlass.data.recipe_sources import SourceSpec
+from windlass.data.shards import Row
+from windlass.data.split import eval_questions
+from windlass.data.tokenizer_kinds import (
     byte_tokenizer,
     char_tokenizer,
     gpt2_tokenizer,
     hf_tokenizer,
 )
-from windlass.data.open import open_data
-from windlass.data.shards import Row
-from windlass.data.split import eval_questions
+from windlass.evaluation.questions import eval_questions
 from windlass.recipe import Recipe
 
 BYTES = byte_tokenizer()
@@ -459,7 +460,7 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
         asked({}, squad_file=str(file))
     entry = squad_item("A cat.", "cat", title="t")
     source = sources.Source(SQUAD, {}, lambda: iter([entry, Item("bad", {})]))
-    monkeypatch.setattr(split, "open_source", lambda spec, notify: source)
+    monkeypatch.setattr("windlass.evaluation.questions.open_source", lambda spec, notify: source)
     of_the_hub = {"format": "squad", "source": "squad", "on_bad_item": "skip"}
     expected = Question("q1", "What is it?", "A cat.", ("cat",), hash64("t"))
     assert asked({"data": of_the_hub}) == [expected]
@@ -476,7 +477,7 @@ def test_the_suite_asks_what_training_holds_out_of_each_source(tmp_path: Path) -
     division = open_data(recipe).division
     assert division is not None
     held = [
-        part.corpus.stream.table.field("text")[part.numbers].tolist()
+        part.corpus.table.field("text")[part.numbers].tolist()
         for parts in division.val
         for part in parts
     ]

@@ -12,7 +12,8 @@ from sample_fixtures import examples, opened
 
 from data_fixtures import conversations, recipe_for
 from helpers import refused, windlass
-from windlass.data.open import describe, lines, open_data
+from windlass.data.describe import describe, lines
+from windlass.data.open import open_data
 from windlass.data.samples import BestFitSamples, best_fit, positions_of, real_tokens
 
 

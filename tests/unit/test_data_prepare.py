@@ -4,7 +4,6 @@ was interrupted or extended.
 
 import contextlib
 import errno
-import itertools
 import json
 import random
 import re
@@ -31,11 +30,13 @@ from data_fixtures import (
 )
 from helpers import refused
 from windlass.data.chat import Template
-from windlass.data.corpus import Stream
-from windlass.data.locate import data_dirs, load_tokenizer
-from windlass.data.open import describe, lines, open_data, warnings
-from windlass.data.prepare import decide, find_prepared, prepare, unprepared
+from windlass.data.corpus import Stream, Table
+from windlass.data.describe import describe, lines, warnings
+from windlass.data.directory import data_dirs
+from windlass.data.open import open_data
+from windlass.data.prepare import decide, find_prepared, prepare
 from windlass.data.shards import Index
+from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 
@@ -105,7 +106,7 @@ def test_documents_lie_end_to_end(tmp_path):
     tokens = packed(texts, tokenizer)
     assert all_tokens(directory, index).tolist() == tokens
     starts = [i for i, token in enumerate(tokens) if token == tokenizer.eot]
-    assert Stream(directory, index).table.edges.tolist() == [*starts, len(tokens)]
+    assert Table(directory, index).edges.tolist() == [*starts, len(tokens)]
     assert index.documents == len(starts) and index.items == len(texts) and index.complete
     assert all(s.tokens >= 1024 for s in index.shards[:-1])
     assert len(index.shards) > 3
@@ -180,8 +181,9 @@ def killed_until_done(recipe, monkeypatch):
     raise AssertionError("it never ends")
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize(
+    ("kind", "tokenizer"), [*((kind, "byte") for kind in WRITERS), ("text", "bpe"), ("chat", "bpe")]
+)
 def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, tokenizer, monkeypatch):
     """Documents over several shards; one text in many blocks and stretches over many shards."""
     monkeypatch.setattr("windlass.data.tokenizer.STRETCH", 700)
@@ -244,15 +246,13 @@ def test_a_directory_is_extended_while_another_process_reads_it(tmp_path):
     for part in data.division.train[0]:
         (other,) = wanted.train[0]
         assert part.corpus.index.tokens < Index.load(part.corpus.directory).tokens
-        assert len(part.corpus.stream.table) == len(other.corpus.stream.table)
+        assert len(part.corpus.table) == len(other.corpus.table)
         assert np.array_equal(part.edges, other.edges)
     rows, more = data.train.read(np.arange(len(data.train))), open_data(small)
     assert np.array_equal(rows.tokens, more.train.read(np.arange(len(more.train))).tokens)
     assert more.fingerprint == data.fingerprint
     (corpus,) = reader.corpora  # opened before, its table read after
-    assert len(corpus.stream.table) < len(
-        Stream(corpus.directory, Index.load(corpus.directory)).table
-    )
+    assert len(corpus.table) < len(Table(corpus.directory, Index.load(corpus.directory)))
 
 
 EXTEND = """
@@ -308,61 +308,46 @@ def test_after_a_full_disk_what_was_committed_is_not_done_again(tmp_path, monkey
     assert (directory / "shard-00000.bin").stat().st_mtime_ns == first
 
 
-def test_a_shard_that_was_damaged_in_between_is_noticed(tmp_path, monkeypatch):
-    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(60)), tmp_path / "data")
-    with failing("shard-00003.bin", Killed(), monkeypatch), pytest.raises(Killed):
-        prepare(recipe)
-    path = data_dirs(recipe)[0] / "shard-00001.bin"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    with refused("shard-00001.bin is damaged"):
-        open_data(recipe)
-
-
-def test_a_killed_preparation_is_not_found(tmp_path, monkeypatch):
+def test_a_kill_leaves_nothing_to_find_and_damage_since_then_is_noticed(tmp_path, monkeypatch):
     recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(200)), tmp_path / "data")
     with failing("shard-00003.bin", Killed(), monkeypatch), pytest.raises(Killed):
         prepare(recipe)
-    assert find_prepared(recipe) is None and unprepared(recipe) == data_dirs(recipe)
-    assert find_prepared(recipe.replace("data.max_tokens=9000")) is None
-    prepare(recipe)
-    assert not unprepared(recipe)
+    assert find_prepared(recipe) is find_prepared(recipe.replace("data.max_tokens=9000")) is None
+    path = data_dirs(recipe)[0] / "shard-00001.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"\xff")
+    with refused("shard-00001.bin is damaged"):
+        prepare(recipe)
+    path.write_bytes(content)
     for limit in (0, 900):
         assert find_prepared(recipe.replace(f"data.max_tokens={limit}")) is not None
 
 
-def test_only_rank_0_notes(tmp_path, capsys, monkeypatch):
+def test_a_file_has_no_splits_as_rank_0_notes(tmp_path, capsys, monkeypatch):
+    """As if a preset that validates on a split of the Hub is given a file."""
     monkeypatch.setattr("windlass.data.prepare.verify", lambda *arguments: None)
-    recipe = recipe_for(
-        jsonl(tmp_path / "x.jsonl", documents(9)), tmp_path / "data", eval_split="x"
-    )
-    prepare(recipe)
+    path = tmp_path / "text.txt"
+    path.write_text("ab" * 500)
+    recipe = recipe_for(path, tmp_path / "data", eval_split="validation", val_fraction=0.1)
     for main in (True, False):
-        capsys.readouterr()
-        prepare(recipe, SimpleNamespace(main=main))
+        data = open_data(recipe, SimpleNamespace(main=main))
         assert ("data.eval_split" in capsys.readouterr().err) is main
+        assert (data.train.tokens, data.val.tokens) == (900, 100)
 
 
 # -- what is in a directory's name, and what is shared
 
 
 def test_recipes_of_one_source_share_its_directory(tmp_path):
-    source, other = (
-        jsonl(tmp_path / "x.jsonl", documents(150)),
-        jsonl(tmp_path / "v.jsonl", ["v"] * 9),
-    )
+    source = jsonl(tmp_path / "x.jsonl", documents(150))
+    other = jsonl(tmp_path / "v.jsonl", ["v"] * 9)
     root = tmp_path / "data"
     recipe = recipe_for(source, root)
-    assert find_prepared(recipe) is None and unprepared(recipe) == data_dirs(recipe)
+    assert find_prepared(recipe) is None
     assert not root.exists()
     prepare(recipe)
-    changes = ["val_fraction=0.3", "max_tokens=900"]
-    changes += [
-        "order=sequential",
-        "workers=3",
-        "shard_tokens=5000",
-        "train_size=3",
-        "val_shards=1",
-    ]
+    changes = ["val_fraction=0.3", "max_tokens=900", "order=sequential", "workers=3"]
+    changes += ["shard_tokens=5000", "train_size=3", "val_shards=1"]
     for change in (*changes, f"eval_source={other}"):
         done = prepare(recipe.replace(f"data.{change}"))
         assert done.is_new == ("eval_source" in change)
@@ -376,31 +361,6 @@ def test_recipes_of_one_source_share_its_directory(tmp_path):
     for change in ("tokenizer=char", "text_key=other", "on_bad_item=skip"):
         assert data_dirs(recipe.replace(f"data.{change}")) != data_dirs(recipe)
     assert data_dirs(recipe_for("x.jsonl"))[0].parent == Path("data")
-
-
-def test_mixture_members_and_validation_sources_share_directories_with_limits(tmp_path):
-    source = jsonl(tmp_path / "x.jsonl", documents(400, longest=60))
-    other = jsonl(tmp_path / "y.jsonl", documents(400, seed=5, longest=60))
-    held = jsonl(tmp_path / "z.jsonl", documents(40, seed=6, longest=60))
-    mix = [
-        {"name": "a", "source": str(source), "weight": 1, "max_tokens": 3000},
-        {"name": "b", "source": str(other), "weight": 1, "eval_source": str(held)},
-    ]
-    recipe = recipe_for("stdlib", tmp_path / "data", mix=mix)
-    data = open_data(recipe)
-    assert len(data.prepared.directories) == 3 and len(data.prepared.corpora) == 3
-    before = data.fingerprint
-    prepare(recipe_for(source, tmp_path / "data"))
-    assert open_data(recipe).fingerprint == before
-
-
-def test_a_file_has_no_splits_and_is_not_validated_on_its_training_text(tmp_path):
-    """As if a preset that validates on a split of the Hub is given a file."""
-    path = tmp_path / "text.txt"
-    path.write_text("ab" * 500)
-    recipe = recipe_for(path, tmp_path / "out", eval_split="validation", val_fraction=0.1)
-    data = open_data(recipe)
-    assert (data.train.tokens, data.val.tokens) == (900, 100)
 
 
 def test_validation_data_without_the_training_corpus(tmp_path):
@@ -607,54 +567,28 @@ def test_a_learned_tokenizer_is_learned_again_from_a_changed_source(tmp_path, to
     assert texts_of(open_data(recipe))[0] == ["XYZ def " * 300]
 
 
-def test_a_kill_while_a_tokenizer_is_saved(tmp_path, monkeypatch):
-    source = jsonl(tmp_path / "x.jsonl", documents(60))
-    recipe = recipe_for(source, tmp_path / "data", tokenizer="char")
-    wanted = open_data(recipe_for(source, tmp_path / "whole", tokenizer="char"))
-    for name in ("tokenizer.json", "windlass.json", "index.json"):
-        with failing(name, Killed(), monkeypatch), pytest.raises(Killed):
-            prepare(recipe)
-    assert open_data(recipe).fingerprint == wanted.fingerprint
-    assert files_of(tmp_path / "data") == files_of(tmp_path / "whole")
-
-
 # -- several sources
 
 
-def counts(data):
-    """Of each source the documents, the tokens for training, and those held out."""
-    used = {}
-    for part in itertools.chain(*data.division.train):
-        val = [own for own in itertools.chain(*data.division.val) if own.corpus is part.corpus]
-        own = part.corpus.index.documents, part.tokens, sum(other.tokens for other in val)
-        used[Path(part.corpus.spec.name).name] = own
-    return used
-
-
-def three_sources(folder):
-    (folder / "novel.txt").write_text("call me something else. " * 400)
-    jsonl(folder / "many.jsonl", [f"document number {n}, " * 4 for n in range(600)])
-    jsonl(folder / "few.jsonl", [f"short {n}" * 10 for n in range(12)])
-    return [str(folder / name) for name in ("novel.txt", "many.jsonl", "few.jsonl")]
-
-
 def test_several_sources_give_equal_parts_at_most(tmp_path):
-    sources = three_sources(tmp_path)
-    sources.append(str(jsonl(tmp_path / "none.jsonl", ["", ""])))
-    data = open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000))
-    used = counts(data)
-    assert used["none.jsonl"] == (0, 0, 0)
+    novel = tmp_path / "novel.txt"
+    novel.write_text("call me something else. " * 400)
+    many = jsonl(tmp_path / "many.jsonl", [f"document number {n}, " * 4 for n in range(600)])
+    few = jsonl(tmp_path / "few.jsonl", [f"short {n}" * 10 for n in range(12)])
+    sources = [str(path) for path in (novel, many, few, jsonl(tmp_path / "none.jsonl", ["", ""]))]
+
+    def used(limit):
+        data = open_data(recipe_for(sources, tmp_path / "data", max_tokens=limit))
+        return data, [part.tokens for part in data.division.train[0]]
+
+    data, tokens = used(20_000)
+    assert tokens[:2] == [5000, 5000] and tokens[3] == 0
+    assert tokens[2] == pytest.approx(0.9 * few.stat().st_size - 12 * 10, rel=0.05)  # all of it
     (warning,) = warnings(describe(data))
     assert "none.jsonl" in warning and "data.source" in warning
-    few = used["few.jsonl"][1]  # a short one gives all
-    assert few == pytest.approx(0.9 * (Path(sources[2]).stat().st_size - 12 * 10), rel=0.05)
-    assert used["novel.txt"][1] == 5000 and few < 5000
-    assert used["many.jsonl"][1] == 5000
     for limit in (8000, 40_000, 3000):
-        limited = recipe_for(sources, tmp_path / "data", max_tokens=limit)
-        assert 0.8 * limit / 4 < counts(open_data(limited))["many.jsonl"][1] <= limit / 4
-    again = open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000))
-    assert again.fingerprint == data.fingerprint
+        assert 0.8 * limit / 4 < used(limit)[1][1] <= limit / 4
+    assert used(20_000)[0].fingerprint == data.fingerprint
 
 
 # -- processes and memory
@@ -703,7 +637,7 @@ print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1
 """
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt", "json"])
+@pytest.mark.parametrize("ending", ["parquet", "txt", "json"])
 def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
     """In children, by VmHWM: `ru_maxrss` would be at least the peak of this process before exec."""
     peaks = {}
@@ -715,8 +649,6 @@ def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
         elif ending == "json":  # few large items
             items = [{"text": "".join(texts[i : i + 250])} for i in range(0, len(texts), 250)]
             source.write_text(json.dumps(items))
-        elif ending == "jsonl":
-            jsonl(source, texts)
         else:
             pq.write_table(pa.table({"text": texts}), source)
         words = [sys.executable, "-c", PEAK, str(source), str(tmp_path / f"{megabytes}"), "byte"]

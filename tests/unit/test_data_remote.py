@@ -190,14 +190,16 @@ def test_what_a_killed_process_left_is_no_block(server, tmp_path):
     assert torn.stat().st_size == BLOCK and not list(tmp_path.glob(".*.new"))
 
 
-def read_all(url, cache, cache_bytes, sizes, start):
+def read_all(urls, cache, sizes, start):
+    """The first file within a small cache, the second within a large one."""
     remote.BLOCK_BYTES = BLOCK
     start.wait()
-    file, total = RemoteFile(url, cache, cache_bytes), 0
-    for place in range(0, file.size, 250):
-        total += sum(file.pread(250, place))
-        sizes.append(size_of_now(cache))
-    sizes.append(-total)
+    for url, cache_bytes in zip(urls, (3 * BLOCK, 1 << 20), strict=True):
+        file, total = RemoteFile(url, cache / str(cache_bytes), cache_bytes), 0
+        for place in range(0, file.size, 250):
+            total += sum(file.pread(250, place))
+            sizes.append(size_of_now(cache / str(3 * BLOCK)))
+        sizes.append(-total)
 
 
 def size_of_now(cache):
@@ -208,12 +210,12 @@ def size_of_now(cache):
     return total
 
 
-@pytest.mark.parametrize("bound", [1 << 20, 3 * BLOCK])
-def test_two_processes_share_a_cache(server, tmp_path, bound):
+def test_two_processes_share_a_cache(server, tmp_path):
+    server.files["b.bin"] = server.files["a.bin"]
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         sizes, start = manager.list(), manager.Event()
-        own = (server.url("a.bin"), tmp_path / "cache", bound, sizes, start)
+        own = ([server.url(name) for name in ("a.bin", "b.bin")], tmp_path, sizes, start)
         processes = [context.Process(target=read_all, args=own) for _ in range(2)]
         for process in processes:
             process.start()
@@ -223,10 +225,9 @@ def test_two_processes_share_a_cache(server, tmp_path, bound):
             assert process.exitcode == 0
         measured = list(sizes)
     totals = [-size for size in measured if size < 0]
-    assert totals == [sum(server.files["a.bin"])] * 2
-    assert max(measured) <= bound
-    if bound > 10 * BLOCK:
-        assert set(server.sent.values()) == {1}
+    assert totals == [sum(server.files["a.bin"])] * 4
+    assert max(measured) <= 3 * BLOCK
+    assert {count for (name, _), count in server.sent.items() if name == "b.bin"} == {1}
 
 
 def test_remote_shards_are_the_local_ones(server, tmp_path):

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 
 from data_fixtures import conversations, documents, jsonl, recipe_for
 from helpers import refused
-from windlass.data import shards
-from windlass.data.corpus import Corpus, Stream
-from windlass.data.locate import SourceSpec, byte_tokenizer, char_tokenizer, train_bpe
+from windlass.data.corpus import Corpus, Stream, Table
 from windlass.data.open import open_data
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.samples import PackedSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
 from windlass.data.tokenizer import Description
+from windlass.data.tokenizer_kinds import bpe_tokenizer, byte_tokenizer, char_tokenizer
 from windlass.errors import UserError
+from windlass.fileio import sha256_of
 from windlass.parallel.env import DistEnv
 
 
@@ -100,9 +101,9 @@ def test_what_is_written_is_read(tmp_path_factory, sizes, shard_tokens, masked, 
     if masked:
         bits = [bit for _, marks in wanted for bit in marks]
         assert stream.marks(start, stop).tolist() == bits[start:stop]
-        assert stream.table.field("group").tolist() == [2000 + i for i in range(len(sizes))]
+        assert Table(folder, index).field("group").tolist() == [2000 + i for i in range(len(sizes))]
     ends = np.cumsum([0, *(len(document) for document, _ in wanted)]).tolist()
-    table = stream.table
+    table = Table(folder, index)
     assert table.edges.tolist() == ends
     assert table.field("text").tolist() == [1000 + i for i in range(len(sizes))]
     assert table.characters.tolist() == [sum(range(1, len(parts) + 1)) for parts in sizes]
@@ -129,7 +130,7 @@ def test_a_table_of_a_killed_preparation_has_only_whole_documents(tmp_path):
         with ShardWriter(folder, new_index(12), "uint16") as writer:
             for row in rows:
                 writer.add(row)
-        table = Stream(folder, Index.load(folder)).table
+        table = Table(folder, Index.load(folder))
         assert table.edges.tolist() == ([0, 8] if more else [0, 8, 18])
         assert table.field("text").tolist() == ([5] if more else [5, 6])
 
@@ -190,8 +191,10 @@ def test_a_damaged_shard_is_refused_by_name(prepared):
 @pytest.fixture
 def hashed(monkeypatch):
     """The names of the files that are hashed."""
-    names, real = [], shards.sha256_of
-    monkeypatch.setattr(shards, "sha256_of", lambda path: names.append(path.name) or real(path))
+    names, real = [], sha256_of
+    monkeypatch.setattr(
+        "windlass.data.directory.sha256_of", lambda path: names.append(path.name) or real(path)
+    )
     return names
 
 
@@ -240,7 +243,7 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
 ):
     recipe, data = prepared
     (data.prepared.directories[0] / "verified.json").unlink()
-    monkeypatch.setattr(shards, "remember", lambda directory, states: None)
+    monkeypatch.setattr("windlass.data.directory.remember", lambda directory, states: None)
     assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
     files = [path.name for path in data.prepared.directories[0].glob("shard-*")]
     assert len(files) > 4 and sorted(hashed) == sorted(files)
@@ -269,11 +272,11 @@ def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
     with refused("another tokenizer", "data.dir"):
         open_data(recipe)
     open_data(recipe, tokenizer=own)  # a run's own
-    train_bpe(documents(20), 270).save(tmp_path / "mine")
+    bpe_tokenizer(documents(20), 270).save(tmp_path / "mine")
     file = tmp_path / "mine" / "tokenizer" / "tokenizer.json"
     recipe = recipe_for(tmp_path / "x.jsonl", tmp_path / "other", tokenizer=f"hf:{file.parent}")
     first = open_data(recipe)
-    train_bpe(documents(20, seed=4), 266).save(tmp_path / "mine")
+    bpe_tokenizer(documents(20, seed=4), 266).save(tmp_path / "mine")
     with refused("data.tokenizer", 'data.changed="prepare"'):
         open_data(recipe)
     assert open_data(recipe, tokenizer=first.tokenizer).fingerprint == first.fingerprint
@@ -395,26 +398,25 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
     assert first[0, :3].tolist() == [1, 1, 2]
 
 
+def tokens_and_row(recipe, sample=0):
+    """The number of training tokens, and the tokens of a sample."""
+    train = open_data(recipe.replace("data.val_fraction=0")).train
+    return train.tokens, train.read(np.array([sample])).tokens[0].tolist()
+
+
 def test_the_type_of_ids_in_files_that_do_not_name_it(tmp_path, tokenizer_of_many):
     """A vocabulary of more than 65,536 ids is in 32 bits; 32-bit ids are not read as 16-bit ones."""
     ids = np.random.default_rng(0).integers(0, 257, 3000)
     ids.astype(np.uint32).tofile(tmp_path / "x.bin")
-    source = f"shards:{tmp_path}/x.bin"
+    recipe = recipe_for(f"shards:{tmp_path}/x.bin", tmp_path / "data")
     with refused("x.bin", "every second 16 bits are 0", 'data.shards_dtype="uint32"'):
-        open_data(recipe_for(source, tmp_path / "data"))
-    how = {"val_fraction": 0, "shards_dtype": "uint32"}
-    train = open_data(recipe_for(source, tmp_path / "data", **how)).train
-    assert (
-        train.tokens == 3000 and train.read(np.array([0])).tokens[0].tolist() == ids[:16].tolist()
-    )
-    how = {"val_fraction": 0, "tokenizer": tokenizer_of_many}
-    train = open_data(recipe_for(source, tmp_path / "data", **how)).train
-    assert (
-        train.tokens == 3000 and train.read(np.array([0])).tokens[0].tolist() == ids[:16].tolist()
-    )
+        open_data(recipe)
+    many = f"data.tokenizer={tokenizer_of_many}"
+    for setting in ("data.shards_dtype=uint32", many):
+        assert tokens_and_row(recipe.replace(setting)) == (3000, ids[:16].tolist())
     (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:-2])
     with refused("x.bin", "truncated"):
-        open_data(recipe_for(source, tmp_path / "other", **how))
+        open_data(recipe.replace(many, f"data.dir={tmp_path / 'other'}"))
 
 
 @pytest.fixture
@@ -431,14 +433,11 @@ def test_megatrons_index_names_the_type(tmp_path, code, dtype):
     ids.astype(dtype).tofile(tmp_path / "x_text_document.bin")
     head = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([code])
     (tmp_path / "x_text_document.idx").write_bytes(head + bytes(99))
-    recipe = recipe_for(f"shards:{tmp_path}/*.bin", tmp_path / "data", val_fraction=0)
-    train = open_data(recipe).train
-    assert (
-        train.tokens == 500 and train.read(np.array([3])).tokens[0].tolist() == ids[48:64].tolist()
-    )
+    recipe = recipe_for(f"shards:{tmp_path}/*.bin", tmp_path / "data")
+    assert tokens_and_row(recipe, 3) == (500, ids[48:64].tolist())
     (tmp_path / "x_text_document.idx").write_bytes(head[:-1] + b"\x07" + bytes(99))
     with refused("x_text_document.idx", "Megatron"):
-        open_data(recipe_for(f"shards:{tmp_path}/*.bin", tmp_path / "other"))
+        open_data(recipe.replace(f"data.dir={tmp_path / 'other'}"))
 
 
 @pytest.mark.parametrize("names", [("train", "valid", "test"), ("a_train_0", "a_val_0", "dev")])

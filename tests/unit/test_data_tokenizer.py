@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 import tokenizer_fixtures
 from helpers import refused
-from windlass.data import locate
+from windlass.data import tokenizer_kinds
 from windlass.data.chat import Template
-from windlass.data.locate import (
+from windlass.data.tokenizer import END_OF_TEXT, Tokenizer, stretches
+from windlass.data.tokenizer_kinds import (
+    bpe_tokenizer,
     byte_tokenizer,
     char_tokenizer,
     hf_tokenizer,
     is_learned,
     load_tokenizer,
     named_tokenizer,
-    train_bpe,
     with_tokens,
 )
-from windlass.data.tokenizer import END_OF_TEXT, Tokenizer, stretches
 from windlass.interop.export import save_tokenizer
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
@@ -49,7 +49,7 @@ def make(data_files, tmp_path):
         makers = {
             "byte": byte_tokenizer,
             "char": lambda: char_tokenizer(text, True),
-            "bpe": lambda: train_bpe(stretches(text), 600),
+            "bpe": lambda: bpe_tokenizer(stretches(text), 600),
             "t5": lambda: unigram(text),
             "gpt2": lambda: named_tokenizer(f"gpt2:{data_files / 'gpt2'}"),
             "hf": lambda: named_tokenizer(f"hf:{data_files / 'gpt2' / 'gpt2-tokenizer.json'}"),
@@ -175,7 +175,7 @@ def unigram(text: str) -> Tokenizer:
 
 def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
     """They stop at a number of distinct words, in bytes, whatever the number of texts."""
-    monkeypatch.setattr(locate, "BPE_WORD_BYTES", 5_000)
+    monkeypatch.setattr(tokenizer_kinds, "BPE_WORD_BYTES", 5_000)
     read = []
 
     def texts():
@@ -183,9 +183,9 @@ def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
             read.append(number)
             yield " ".join(f"w{i}" for i in range(number * 100, number * 100 + 100))
 
-    assert train_bpe(texts(), 300).vocab == 300 and 5 < len(read) < 20
+    assert bpe_tokenizer(texts(), 300).vocab == 300 and 5 < len(read) < 20
     repeated = ["the same words " * 10] * 50
-    assert train_bpe(iter(repeated), 270).encode("the same").size <= 4
+    assert bpe_tokenizer(iter(repeated), 270).encode("the same").size <= 4
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "exported", *tokenizer_fixtures.KINDS])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.data.locate import byte_tokenizer
+from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation import likelihood
 from windlass.evaluation.likelihood import (

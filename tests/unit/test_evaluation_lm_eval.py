@@ -17,7 +17,7 @@ from harness import Join, recipe, run_ranks
 import tokenizer_fixtures
 from helpers import refused
 from windlass.data.chat import Template, prompt_tokens, rendered_tokens
-from windlass.data.locate import byte_tokenizer, hf_tokenizer
+from windlass.data.tokenizer_kinds import byte_tokenizer, hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.harness import Interrupted, adapter, generate_until, run_harness
 from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods

@@ -12,8 +12,8 @@ import hf_fixtures
 import tokenizer_fixtures
 from windlass.data.chat import stop_tokens
 from windlass.data.items import Question, question_prompt
-from windlass.data.locate import gpt2_tokenizer, hf_tokenizer
 from windlass.data.tokenizer import Tokenizer
+from windlass.data.tokenizer_kinds import gpt2_tokenizer, hf_tokenizer
 from windlass.evaluation.generate import in_order, text_after
 from windlass.evaluation.likelihood import Item, continuations, read_items
 from windlass.evaluation.source import find_source

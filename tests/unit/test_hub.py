@@ -107,7 +107,7 @@ def test_only_what_is_read_is_downloaded_and_the_commit_is_known(asked: list[str
 
 
 def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked):
-    from windlass.data.locate import named_tokenizer
+    from windlass.data.tokenizer_kinds import named_tokenizer
     from windlass.recipe import Recipe
 
     model = {"kind": "hf", "name": "some/open", "revision": COMMIT}

@@ -105,8 +105,9 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     Example: `windlass prepare quickstart`
     """
     from windlass.data.chat import show_row
+    from windlass.data.describe import describe, lines, warnings
     from windlass.data.encode import LEFT_OUT
-    from windlass.data.open import describe, lines, open_samples, warnings
+    from windlass.data.open import open_samples
     from windlass.data.prepare import prepare as prepare_data
     from windlass.data.samples import ExampleSamples
     from windlass.estimate.devices import this_device

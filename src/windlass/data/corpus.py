@@ -1,30 +1,24 @@
-"""A prepared source as it is read: its tokens as one row, and the table of its documents."""
+"""Read a prepared source: its tokens as one row, the table of its documents, and the number of
+documents that a recipe needs (`data.max_tokens`).
+"""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from windlass.data.files import local_files
-from windlass.data.locate import Member, S, SourceSpec
-from windlass.data.progress import Progress
-from windlass.data.remote import RemoteFile, list_urls
+from windlass.data.recipe_sources import SourceSpec
+from windlass.data.remote import RemoteFile
 from windlass.data.shards import Index, Shard, bad_shard, on_disk, unknown_id
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import first_line
-from windlass.recipe import DataSettings
 
 CACHE = ".cache"  # of the remote shards of all sources, beside their directories
 OPEN_FILES = 128
@@ -32,21 +26,26 @@ OPEN_FILES = 128
 
 @dataclass(frozen=True)
 class Corpus:
+    """A source, prepared as far as a recipe needs it."""
+
     directory: Path
     index: Index
     spec: SourceSpec
     tokenizer: Tokenizer
-    cache_bytes: int = 0  # of remote shards on this machine's disk
     is_new: bool = False  # this process has written some of it
     change: str = ""  # a sentence on a change since then, if the recipe keeps the tokens
 
     @cached_property
     def stream(self) -> Stream:
-        return Stream(self.directory, self.index, self.cache_bytes)
+        return Stream(self.directory, self.index, self.spec.cache_bytes)
+
+    @cached_property
+    def table(self) -> Table:
+        return Table(self.directory, self.index)
 
     def places_of(self, documents: Sequence[int], characters: Sequence[int]) -> Iterator[int]:
         """The token of the source at which each document has reached its number of characters."""
-        table = self.stream.table
+        table = self.table
         starts = np.append(table.rows("start").view(np.int64), self.index.tokens)
         all_sizes = table.rows("characters").astype(np.int64)
         for document, limit in zip(documents, characters, strict=True):
@@ -63,9 +62,12 @@ class Corpus:
 
     def _place(self, start: int, stop: int, characters: int) -> int:
         """The token at which the tokens from `start` on have reached a number of characters."""
-        tokens, decode = self.stream.read(start, stop), self.tokenizer.decode
-        counts = range(1, len(tokens) + 1)
-        return start + bisect_left(counts, True, key=lambda n: len(decode(tokens[:n])) > characters)
+        tokens = self.stream.read(start, stop)
+
+        def is_reached(count: int) -> bool:
+            return len(self.tokenizer.decode(tokens[:count])) > characters
+
+        return start + bisect_left(range(1, len(tokens) + 1), True, key=is_reached)
 
 
 class LocalFile:
@@ -90,7 +92,8 @@ class Stream:
         # The start of each shard in the row, and the row's end, int64 [shards + 1].
         self.edges = np.cumsum([0, *(shard.tokens for shard in self.shards)], dtype=np.int64)
         self._open: dict[str, LocalFile | RemoteFile] = {}
-        self._lock, self._cache_bytes = threading.Lock(), cache_bytes
+        self._lock = threading.Lock()
+        self._cache_bytes = cache_bytes
 
     def __len__(self) -> int:
         return int(self.edges[-1])
@@ -99,9 +102,11 @@ class Stream:
         """Copy the tokens from `start` on into `out` [n], of any wide enough integer type."""
         done = 0
         for shard, begin, end in self._shards_of(start, start + len(out)):
-            count, dtype = end - begin, on_disk(shard.dtype)
-            offset, size = shard.offset + begin * dtype.itemsize, count * dtype.itemsize
-            ids = np.frombuffer(self._pread(shard.file, size, offset, shard.sha256), dtype)
+            count = end - begin
+            dtype = on_disk(shard.dtype)
+            offset = shard.offset + begin * dtype.itemsize
+            raw = self._pread(shard.file, count * dtype.itemsize, offset, shard.sha256)
+            ids = np.frombuffer(raw, dtype)
             if "://" in shard.file and int(ids.max()) >= self.index.tokenizer.vocab:
                 raise unknown_id(shard.file, ids, self.index.tokenizer.vocab, begin)
             out[done : done + count] = ids
@@ -126,10 +131,12 @@ class Stream:
         """The shards of the tokens from `start` to `stop`, and where these are in each shard."""
         place = bisect_right(self.edges, start) - 1
         while start < stop:
-            shard, begin = self.shards[place], start - int(self.edges[place])
+            shard = self.shards[place]
+            begin = start - int(self.edges[place])
             end = min(begin + stop - start, shard.tokens)
             yield shard, begin, end
-            start, place = start + end - begin, place + 1
+            start += end - begin
+            place += 1
 
     def _pread(self, name: str, count: int, offset: int, version: str = "") -> bytes:
         if (file := self._open.get(name)) is None:
@@ -151,10 +158,6 @@ class Stream:
             raise bad_shard(name, "ends too early: it was truncated after it was checked")
         return raw
 
-    @cached_property
-    def table(self) -> Table:
-        return Table(self._directory, self.index)
-
 
 class Table:
     """The documents of a source; a field is read from the files each time that it is asked for.
@@ -173,7 +176,8 @@ class Table:
 
     def rows(self, name: str) -> np.ndarray:
         """A field of all rows."""
-        fields, kind = [np.zeros(0, self._index.row[name])], self._index.row
+        kind = self._index.row
+        fields = [np.zeros(0, kind[name])]
         for shard in self._index.shards:  # one table at a time: a field is a part of it
             if shard.table:  # another process may extend the last one meanwhile
                 path = self._directory / shard.beside(".documents")
@@ -206,130 +210,40 @@ class Table:
 FEW = 100  # the first ones of a source decide how validation data is held out (`split.py`)
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The first documents of a source that have `most` tokens, or characters; 0: all documents.
+def documents_read(table: Table, spec: SourceSpec) -> int | None:
+    """The number of documents that a recipe reads: the first ones that have `spec.limit` tokens, or
+    characters of separate validation data. None if the table has too few, or without a limit.
 
-    Training reads at least FEW texts, or FEW groups of examples. Separate validation data, which
-    counts characters, needs no minimum.
+    Training reads at least FEW texts, or FEW groups of examples.
     """
-
-    most: int
-    is_val: bool = False  # of separate validation data
-
-    def documents(self, table: Table) -> int | None:
-        """The number of documents that are read; None if the table has too few."""
-        if self.is_val:
-            last = int(np.searchsorted(np.cumsum(table.characters), self.most))
-        else:
-            first = np.sort(np.unique(table.groups, return_index=True)[1])  # of each group
-            few = int(first[FEW - 1]) if len(first) >= FEW else len(table)
-            last = max(few, int(np.searchsorted(table.edges[1:], self.most)))
-        return last + 1 if self.most and last < len(table) else None
+    if not spec.limit:
+        return None
+    if spec.is_val:
+        last = int(np.searchsorted(np.cumsum(table.characters), spec.limit))
+    else:
+        first = np.sort(np.unique(table.groups, return_index=True)[1])  # of each group
+        few = int(first[FEW - 1]) if len(first) >= FEW else len(table)
+        last = max(few, int(np.searchsorted(table.edges[1:], spec.limit)))
+    return last + 1 if last < len(table) else None
 
 
 class Need:
-    """`Limit.documents` while the documents come, one after another."""
+    """`documents_read` while the documents come, one after another."""
 
-    def __init__(self, limit: Limit, table: Table | None = None):
+    def __init__(self, spec: SourceSpec, table: Table | None = None):
         """`table` has the documents before."""
-        self._limit, self._characters, self._groups = limit, 0, set[int]()
+        self._limit, self._is_val = spec.limit, spec.is_val
+        self._characters = 0
+        self._groups = set[int]()
         if table is not None:
             self._characters = int(table.characters.sum())
-            self._groups |= set(np.unique(table.groups)[:FEW].tolist())
+            self._groups = set(np.unique(table.groups)[:FEW].tolist())
 
     def is_met(self, group: int, characters: int, tokens: int) -> bool:
         """Whether a document is the last that is needed; `tokens`: of all documents up to it."""
         self._characters += characters
-        if self._limit.is_val:
-            return 0 < self._limit.most <= self._characters
+        if self._is_val:
+            return 0 < self._limit <= self._characters
         if len(self._groups) < FEW:
             self._groups.add(group)
-        return len(self._groups) >= FEW and 0 < self._limit.most <= tokens
-
-
-def with_limits(member: Member[S]) -> list[tuple[S, Limit]]:
-    """The sources of a member, training first, with their limits (`data.max_tokens`)."""
-    most = member.data.max_tokens
-    characters = int(most * Fraction(str(member.data.val_fraction)))
-    train, val = len(member.train), len(member.val)
-    of_train = Limit(-(-most // max(1, train)))
-    of_val = Limit(-(-characters // max(1, val)), is_val=True)
-    return list(zip(member.sources, [of_train] * train + [of_val] * val, strict=True))
-
-
-BLOCK_TOKENS = 1 << 21
-LLMC_HEADER_BYTES = 1024
-LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by magic number: GPT-2's tokens, Llama 3's
-# Megatron's `.idx`: 9 bytes, the version (8 bytes), then the code of the type of the `.bin` beside.
-MEGATRON, MEGATRON_TYPES = b"MMIDIDX\x00\x00", {8: "uint16", 4: "uint32"}
-
-
-def scan_source(
-    spec: SourceSpec, data: DataSettings, directory: Path, index: Index, progress: Progress
-) -> Index:
-    """Read the shards of a source `shards:...` once; returns the index as written."""
-    is_remote = "://" in spec.path
-    places = list_urls(spec.path) if is_remote else [str(file) for file in local_files(spec)[0]]
-    read = partial(scan, vocab=index.tokenizer.vocab, data=data, cache=directory.parent / CACHE)
-    with ThreadPoolExecutor(data.workers or None) as pool:
-        for shard in pool.map(read, places):
-            index.shards.append(shard)
-            progress.update(f"shards of {spec.name}", len(index.shards) / len(places))
-    index.complete = True
-    return index.save(directory)
-
-
-def scan(place: str, vocab: int, data: DataSettings, cache: Path) -> Shard:
-    """Read another tool's shard once; of a URL only its beginning."""
-    path, is_remote = Path(place), "://" in place
-    file = RemoteFile(place, cache, int(data.cache_gb * 1e9)) if is_remote else LocalFile(path)
-    head = file.pread(LLMC_HEADER_BYTES, 0)
-    magic, _, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
-    dtype, offset, tokens = "", 0, None  # as the file or its `.idx` names them
-    if path.suffix == ".npy":
-        dtype, offset, tokens = _numpy_header(place, head)
-    elif path.suffix != ".bin":
-        raise bad_shard(place, "is neither .npy nor .bin")
-    elif len(head) == LLMC_HEADER_BYTES and magic in LLMC_TYPES:
-        dtype, offset, tokens = LLMC_TYPES[magic], LLMC_HEADER_BYTES, count
-    elif not is_remote and (index := path.with_suffix(".idx")).is_file():
-        about = LocalFile(index).pread(18, 0)
-        dtype = MEGATRON_TYPES.get(about[-1], "") if about.startswith(MEGATRON) else ""
-        if not dtype:
-            raise bad_shard(place, f"has a {index.name} that is not Megatron's for token ids")
-    guess = "uint16" if vocab <= 1 << 16 else "uint32"
-    kind = on_disk(dtype or (guess if data.shards_dtype == "auto" else data.shards_dtype))
-    tokens = file.size // kind.itemsize if tokens is None else tokens
-    if not tokens or file.size != offset + tokens * kind.itemsize:
-        content = f"{file.size:,} bytes for {tokens:,} tokens of {kind.name}"
-        raise bad_shard(place, f"is truncated or not a shard: {content}")
-    digest, zeros = hashlib.sha256(file.pread(offset, 0)), True
-    for done in range(0, min(tokens, BLOCK_TOKENS) if is_remote else tokens, BLOCK_TOKENS):
-        size = min(BLOCK_TOKENS, tokens - done) * kind.itemsize
-        raw = file.pread(size, offset + done * kind.itemsize)
-        digest.update(raw)
-        block = np.frombuffer(raw, kind)
-        if int(block.max()) >= vocab:
-            raise unknown_id(place, block, vocab, done)
-        zeros = zeros and not block[1::2].any()
-    if zeros and tokens > 1 and kind.itemsize == 2 and not dtype:
-        remedy = 'set data.shards_dtype="uint32"'
-        raise bad_shard(place, f"has 32-bit ids: every second 16 bits are 0; {remedy}")
-    name, content = str(path.resolve()), digest.hexdigest()
-    if isinstance(file, RemoteFile):
-        name, content = place, file.version
-    return Shard(file=name, tokens=tokens, sha256=content, dtype=kind.name, offset=offset)
-
-
-def _numpy_header(place: str, head: bytes) -> tuple[str, int, int]:
-    """Type, bytes of header, and number of the ids of a `.npy` file."""
-    file = io.BytesIO(head)
-    try:
-        np.lib.format.read_magic(file)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    except ValueError as error:
-        raise bad_shard(place, f"is not a whole .npy file: {first_line(error)}") from None
-    if dtype.str not in ("<u2", "<u4") or len(shape) != 1:
-        raise bad_shard(place, f"holds {dtype} of shape {shape}, not a row of uint16 or uint32")
-    return dtype.name, file.tell(), shape[0]
+        return len(self._groups) >= FEW and 0 < self._limit <= tokens

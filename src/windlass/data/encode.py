@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.data import locate
 from windlass.data.chat import Template
-from windlass.data.corpus import Limit, Need, Table
+from windlass.data.corpus import Need, Table
 from windlass.data.items import (
     QUESTION,
     Conversation,
@@ -35,11 +34,12 @@ from windlass.data.items import (
     prompt_end,
     text_of,
 )
-from windlass.data.locate import SourceSpec
 from windlass.data.progress import Progress
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import Source
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
+from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import write_atomic
 
@@ -55,11 +55,10 @@ def write_source(
     directory: Path,
     index: Index,
     encoder: Encoder,
-    limit: Limit,
     workers: int,
     progress: Progress,
 ) -> Index:
-    """Write the shards of a source after the full ones of `index`, as far as the limit."""
+    """Write the shards of a source after the full ones of `index`, as far as its limit."""
     spec = source.spec
     writer = ShardWriter(directory, index, encoder.tokenizer.dtype)
     index = writer.index  # without a shard that may grow
@@ -68,9 +67,9 @@ def write_source(
     write_atomic(listing, "".join(f"{line}\n" for line in lines[: index.left_out]))
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
-    need = Need(limit, Table(directory, index))
+    need = Need(spec, Table(directory, index))
     characters = 0  # of the document so far
-    batches = encode(source, directory, encoder, index.resume[0], workers, progress.note)
+    batches = encode(source, directory, encoder, index.resume.item, workers, progress.note)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, batch in batches:
             for row in rows:
@@ -208,7 +207,7 @@ def serve() -> None:
     source, out = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         folder, spec = pickle.load(source)
-        encoder = Encoder(spec, locate.load_tokenizer(folder), Template.of_directory(folder))
+        encoder = Encoder(spec, load_tokenizer(folder), Template.of_directory(folder))
         while True:
             out.write(pickle.dumps(encoder.rows(pickle.load(source))))
             out.flush()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from windlass.data.items import CONVERSATION_KEYS, TO_JSON, TO_UTF8, Item, other_keys, record_of
-from windlass.data.locate import SourceSpec
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.tokenizer import cut_place
 from windlass.errors import UserError, first_line, is_utf8, plural
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from windlass.data.locate import SourceSpec
+from windlass.data.recipe_sources import SourceSpec
 from windlass.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Batches for the loop: read ahead in a thread, each rank its slices of the global batch.
+"""Read batches for the loop ahead in a thread; each rank reads its slices of the global batch.
 Arithmetic alone decides which samples a step and a micro-batch have (`data/order.py`, `BatchPlan`).
 """
 
@@ -123,7 +123,9 @@ class Loader(Iterator[StepBatch]):
         if self.length_buckets:
             lengths = list(map(length, indices.tolist()))
             indices = indices[np.argsort(lengths, kind="stable")]
-        size, micro, valid, real = self.batch.micro_batch, list[MicroBatch](), 0, 0
+        size = self.batch.micro_batch
+        micro = list[MicroBatch]()
+        valid = real = 0
         for k in self.batch.micro_batches(self.data_rank):
             if self._stop.is_set():
                 return None

@@ -1,5 +1,5 @@
-"""Which sample is seen when: a pure function of seed, epoch and place, in constant memory. Sample
-number `n` is place `n % samples_per_epoch` of epoch `n // samples_per_epoch`. The hash is our own
+"""Decide which sample is seen when, by seed, epoch and place alone, in constant memory. Sample number
+`n` is place `n % samples_per_epoch` of epoch `n // samples_per_epoch`. The hash is our own
 arithmetic on 64-bit integers, so that no release of a library changes it.
 """
 
@@ -67,7 +67,8 @@ def sample_indices(
             if (held := int(sizes.sum())) != n:
                 raise ValueError(f"the shards hold {held:,} samples, and the epoch has {n:,}")
             occupied = np.flatnonzero(sizes)  # a shard without a sample is not in the order
-            count, key = len(occupied), f"windlass/order/shards/{seed}/{epoch}"
+            count = len(occupied)
+            key = f"windlass/order/shards/{seed}/{epoch}"
             turn = occupied[permute(np.arange(count), count, key)]
             starts = np.cumsum(sizes[turn]) - sizes[turn]
             shift = (np.cumsum(sizes) - sizes)[turn] - starts

@@ -1,4 +1,4 @@
-"""The progress of long work on stderr: a bar of `rich` in a terminal, else a line at times."""
+"""Show the progress of long work on stderr: a bar of `rich` in a terminal, else a line at times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Files of other machines, read by ranges through fsspec, with a bounded cache on this disk, which
-the processes of a host may share. A block is a file that appears when it is whole.
+"""Read files of other machines by ranges through fsspec, with a bounded cache on this disk. The
+processes of a host may share it, because a block is a file that appears when it is whole.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class RemoteFile:
 
     def pread(self, count: int, offset: int) -> bytes:
         """The bytes from `offset` on, fewer than `count` at the end of the file."""
-        parts, stop = list[bytes](), min(offset + count, self.size)
+        parts = list[bytes]()
+        stop = min(offset + count, self.size)
         while offset < stop:
             number, begin = divmod(offset, BLOCK_BYTES)
             end = min(BLOCK_BYTES, begin + stop - offset)
@@ -85,7 +86,8 @@ class RemoteFile:
 
     def _store(self, path: Path, block: bytes) -> None:
         """Store a block in place of the least recently used ones, if there is enough room."""
-        blocks, allowed = list[tuple[int, int, str]](), self._cache_bytes - len(block)
+        blocks = list[tuple[int, int, str]]()
+        allowed = self._cache_bytes - len(block)
         for entry in os.scandir(self._cache):
             if entry.name.endswith(".new"):  # of a process that was killed
                 Path(entry.path).unlink(missing_ok=True)
@@ -161,7 +163,8 @@ def _retried(url: str, action: Callable[[], Value]) -> Value:
             cause = error.__cause__ or error
             # For HTTP fsspec reports every failure as a missing file.
             answer = cause if url.startswith("http") else error
-            status, text = getattr(answer, "status", 0), first_line(cause)
+            status = getattr(answer, "status", 0)
+            text = first_line(cause)
             if is_missing := status == 404 or isinstance(answer, FileNotFoundError):
                 text = "it does not exist"
             is_refused = 400 <= status < 500 and status not in (408, 429)
@@ -169,5 +172,7 @@ def _retried(url: str, action: Callable[[], Value]) -> Value:
                 remedy = "check the URL, and the credentials of its file system"
                 raise UserError(f"{url} cannot be read: {text}; {remedy}") from None
         time.sleep(seconds)
-    attempts = f"{len(RETRY_SECONDS) + 1} attempts: {text}"
-    raise RunFailed(f"{url} cannot be read after {attempts}; start again to resume")
+    attempts = len(RETRY_SECONDS) + 1
+    raise RunFailed(
+        f"{url} cannot be read after {attempts} attempts: {text}; start again to resume"
+    )

@@ -249,7 +249,7 @@ class ExampleSamples:
     def _field(self, name: str) -> np.ndarray:
         """A field of the table for each document, int64 [documents]."""
         parts = self._tokens.parts
-        fields = [p.corpus.stream.table.field(name)[p.numbers].astype(np.int64) for p in parts]
+        fields = [p.corpus.table.field(name)[p.numbers].astype(np.int64) for p in parts]
         return np.concatenate([np.zeros(0, np.int64), *fields])
 
     @cached_property

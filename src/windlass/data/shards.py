@@ -1,42 +1,25 @@
-"""The files of a data directory: `index.json` with what is committed; for each shard of tokens
-(`shard-00000.bin`, little endian) its documents (`.documents`) and, for examples, a bit for each
-token that counts in the loss (`.mask`); `tokenizer/`, `left-out.txt`, `verified.json`.
+"""Write the shards of a data directory. Each has tokens (`shard-00000.bin`, little endian), a table
+of documents (`.documents`) and, for examples, a bit for each token that counts in the loss (`.mask`).
+`index.json` lists the complete ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from windlass.data.tokenizer import Description
 from windlass.errors import UserError
-from windlass.fileio import (
-    Files,
-    HashedFile,
-    LockHeld,
-    acquire_lock,
-    locked,
-    read_json,
-    sha256_of,
-    write_atomic,
-)
-
-if TYPE_CHECKING:
-    from windlass.parallel.ranks import Ranks
+from windlass.fileio import Files, HashedFile
 
 FORMAT = 8
-INDEX, LOCK, VERIFIED = "index.json", ".lock", "verified.json"
+INDEX = "index.json"
 # A document, or a part of a long one (`more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
 TEXT_ROW = np.dtype([("start", "<u8"), ("text", "<u8"), ("characters", "<u4"), ("more", "<u4")])
@@ -82,6 +65,14 @@ class Shard(BaseModel):
         return files
 
 
+class Resume(NamedTuple):
+    """Where the shard after the last full one begins."""
+
+    item: int = 0  # number in the source
+    rows: int = 0  # of the item, in the shards before
+    left_out: int = 0  # items left out before the item
+
+
 class Index(BaseModel):
     key: dict[str, Any]  # what determines the tokens; the directory's name has a hash of it
     source: dict[str, Any]  # `Source.description`
@@ -91,9 +82,7 @@ class Index(BaseModel):
     masked: bool = False  # questions or conversations
     shard_tokens: int
     shards: list[Shard] = []
-    # Where the shard after the last full one begins: the number of its item, the item's rows in the
-    # shards before, and the items left out before.
-    resume: tuple[int, int, int] = (0, 0, 0)
+    resume: Resume = Resume()
     items: int = 0  # that are read, empty ones and those left out included
     left_out: int = 0  # items that could not be read (`data.on_bad_item`)
     complete: bool = False  # False: the source has more
@@ -141,18 +130,6 @@ class Index(BaseModel):
         raise UserError(f"{path} is damaged, changed or of another version; {remedy}")
 
 
-def lock_directory(directory: Path, notify: Callable[[str], None]) -> AbstractContextManager[Any]:
-    """Hold a directory's lock, which the kernel releases when the process ends."""
-    try:
-        return acquire_lock(directory / LOCK, seconds=1) or contextlib.nullcontext()
-    except LockHeld:
-        notify(f"waiting for another process that prepares or checks {directory}")
-        return locked(directory / LOCK)
-    except OSError as error:
-        problem = f"{directory} cannot be written ({error.strerror})"
-        raise UserError(f"{problem}; give another data.dir") from None
-
-
 def prepare_again(directory: Path) -> str:
     return f"delete {directory} and prepare the data again"
 
@@ -189,28 +166,28 @@ class Row(NamedTuple):
 
 
 class ShardWriter:
-    """Writes rows as shards, each full after the row that reaches `shard_tokens`, and the index after
-    each one; an error in its `with` block removes the shard that is not complete."""
+    """Writes rows as shards, each full after the row that reaches `shard_tokens`, and then the index.
+    An error in its `with` block removes the shard that is not complete."""
 
     def __init__(self, directory: Path, index: Index, dtype: str):
         self.directory, self.dtype = directory, dtype
         # Continue after the full shards: a kill may leave a short last one replaced.
-        parts = {"shards": index.full_shards, "complete": False, "left_out": index.resume[2]}
+        parts = {"shards": index.full_shards, "complete": False, "left_out": index.resume.left_out}
         self.index = index.model_copy(update=parts).save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
-        # of the item being written: its number, and its rows in the full shards, which come again
-        self._item, self._skip, self._left_out = index.resume  # `_left_out`: before the item
-        self._rows = 0  # that have come
-        self._files = contextlib.ExitStack()  # of the shard being filled
-        self._open: list[HashedFile] = []
-        self._documents, self._bits = 0, np.zeros(0, bool)  # of the shard being filled
+        self._shard: _NewShard | None = None  # being filled
+        # The item being written: its number, its rows in the full shards, which come again, the
+        # items left out before it, and its rows that have come.
+        self._item, self._skip, self._left_out = index.resume
+        self._rows = 0
         self._goes_on = False  # the next row continues a document
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._files.__exit__(*error)
+        if self._shard is not None:
+            self._shard.files.__exit__(*error)
 
     def add(self, row: Row) -> None:
         """Append a row; one with a problem only ends a document. After a resume the first rows come
@@ -218,112 +195,80 @@ class ShardWriter:
         if row.item != self._item:
             self._item, self._rows, self._skip = row.item, 0, 0
             self._left_out = self.index.left_out
-        self.index.left_out += bool(row.problem)
-        if row.problem and (row.more or not self._goes_on):
-            return
+        if row.problem:
+            self.index.left_out += 1
+            if row.more or not self._goes_on:
+                return
         self._rows += 1
         begins, self._goes_on = not self._goes_on, row.more
         if self._rows <= self._skip:  # a full shard has the row
             return
-        raw, table, *mask = self._outputs()
-        line = [self.tokens, row.text, row.characters, row.more]
-        if row.marks is not None:
-            line += [row.group, row.tail, row.reach, int(row.marks.sum())]
-            self._bits = np.concatenate([self._bits, row.marks])
-            whole = len(self._bits) // 8 * 8
-            mask[0].write(np.packbits(self._bits[:whole], bitorder="little").tobytes())
-            self._bits = self._bits[whole:]
-        table.write(np.array(tuple(line), self.index.row).tobytes())
-        raw.write(row.tokens.astype(on_disk(self.dtype)).tobytes())
-        self._documents += begins
+        if self._shard is None:
+            number = len(self.index.shards)
+            self._shard = _NewShard(self.directory, number, self.dtype, self.index.masked)
+        self._shard.add(row, self.tokens, begins)
         self.tokens += len(row.tokens)
-        if raw.bytes >= self.index.shard_tokens * on_disk(self.dtype).itemsize:
-            self._commit()
-            is_end = row.marks is None and not row.more
-            self.index.resume = row.item, self._rows, self._left_out
-            if is_end:
-                self.index.resume = row.item + 1, 0, self.index.left_out
+        if self._shard.tokens >= self.index.shard_tokens:
+            self.index.shards.append(self._shard.finish())
+            self._shard = None
+            if row.marks is None and not row.more:
+                self.index.resume = Resume(row.item + 1, 0, self.index.left_out)
+            else:
+                self.index.resume = Resume(row.item, self._rows, self._left_out)
             self.index = self.index.save(self.directory)
 
-    def _outputs(self) -> list[HashedFile]:
-        """The files of the shard being filled: tokens, table, and the mask."""
-        if not self._open:
-            for ending in ("bin", "documents", "mask")[: 2 + self.index.masked]:
-                path = self.directory / f"shard-{len(self.index.shards):05d}.{ending}"
-                self._open.append(HashedFile(self._files.enter_context(Files().replacing(path))))
-        return self._open
-
-    def _commit(self) -> None:
-        """Complete the shard being filled."""
-        raw, table, *mask = self._open
-        if mask:
-            mask[0].write(np.packbits(self._bits, bitorder="little").tobytes())
-        shard = Shard(
-            file=f"shard-{len(self.index.shards):05d}.bin",
-            tokens=raw.bytes // np.dtype(self.dtype).itemsize,
-            rows=table.bytes // self.index.row.itemsize,
-            documents=self._documents,
-            sha256=raw.finish(),
-            dtype=self.dtype,
-            table=table.finish(),
-            mask=mask[0].finish() if mask else "",
-        )
-        self._open, self._documents, self._bits = [], 0, np.zeros(0, bool)
-        self._files.close()
-        self.index.shards.append(shard)
-
     def finish(self, complete: bool) -> Index:
-        if self._open:
-            self._commit()
+        if self._shard is not None:
+            self.index.shards.append(self._shard.finish())
+            self._shard = None
         self.index.complete = complete
         return self.index.save(self.directory)
 
 
-def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
-    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size."""
-    states: dict[str, list[int | str]] = {}
-    newest = Index.load(directory) or index
-    for shard in newest.shards:
-        for file, (size, sha256) in shard.files(newest.row).items():
-            path, problem = directory / file, "is missing"
-            if path.is_file() and (stat := path.stat()).st_size == size:
-                states[file] = [size, stat.st_mtime_ns, sha256]
-                continue
-            if newest != (Index.load(directory) or index):
-                return file_states(directory, index)
-            if path.is_file():
-                problem = f"has {path.stat().st_size:,} bytes, not {size:,}"
-            raise bad_shard(path, f"{problem}; {prepare_again(directory)}")
-    return states
+class _NewShard:
+    """The files of a shard while it is filled."""
 
+    def __init__(self, directory: Path, number: int, dtype: str, masked: bool):
+        self.tokens = self.rows = self.documents = 0
+        self.files = contextlib.ExitStack()
+        self._dtype, self._kind = dtype, EXAMPLE_ROW if masked else TEXT_ROW
+        self._name = f"shard-{number:05d}"
+        self._raw, self._table = self._open(directory, "bin"), self._open(directory, "documents")
+        self._mask = self._open(directory, "mask") if masked else None
+        self._bits = np.zeros(0, bool)  # of the mask, less than a byte
 
-def verify(
-    directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
-) -> None:
-    """Check each shard that changed since the last check; the ranks of a host divide them."""
-    rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
-    verified, problem = read_json(directory / VERIFIED), ""
-    try:
-        states = file_states(directory, index)
-        own = [file for file in list(states)[rank::world] if verified.get(file) != states[file]]
-        with ThreadPoolExecutor(4) as pool:
-            digests = pool.map(lambda file: sha256_of(directory / file), own)
-            for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
-                # another process may have extended the file meanwhile
-                if sha256 != states[file][2] == file_states(directory, index).get(file, [""])[-1]:
-                    remedy = prepare_again(directory)
-                    raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
-                tick(done / len(own))
-    except UserError as error:
-        problem = str(error)
-    if ranks:
-        problem = next(filter(None, ranks.all_gather_object("damaged shards", problem)), "")
-    if problem:
-        raise UserError(problem)
-    if rank == 0 and states != verified:
-        remember(directory, states)
+    def _open(self, directory: Path, ending: str) -> HashedFile:
+        path = directory / f"{self._name}.{ending}"
+        return HashedFile(self.files.enter_context(Files().replacing(path)))
 
+    def add(self, row: Row, start: int, begins: bool) -> None:
+        """Write a row, which has the token `start` of the source and may begin a document."""
+        line = [start, row.text, row.characters, row.more]
+        if self._mask is not None:
+            assert row.marks is not None
+            line += [row.group, row.tail, row.reach, int(row.marks.sum())]
+            self._bits = np.concatenate([self._bits, row.marks])
+            whole = len(self._bits) // 8 * 8
+            self._mask.write(np.packbits(self._bits[:whole], bitorder="little").tobytes())
+            self._bits = self._bits[whole:]
+        self._table.write(np.array(tuple(line), self._kind).tobytes())
+        self._raw.write(row.tokens.astype(on_disk(self._dtype)).tobytes())
+        self.tokens += len(row.tokens)
+        self.rows += 1
+        self.documents += begins
 
-def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
-    if os.access(directory, os.W_OK):
-        write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")
+    def finish(self) -> Shard:
+        if self._mask is not None:
+            self._mask.write(np.packbits(self._bits, bitorder="little").tobytes())
+        shard = Shard(
+            file=f"{self._name}.bin",
+            tokens=self.tokens,
+            rows=self.rows,
+            documents=self.documents,
+            sha256=self._raw.finish(),
+            dtype=self._dtype,
+            table=self._table.finish(),
+            mask=self._mask.finish() if self._mask else "",
+        )
+        self.files.close()
+        return shard

@@ -34,7 +34,7 @@ from windlass.data.files import (
     suffixes,
 )
 from windlass.data.items import CONVERSATION_KEYS, Item, record_of
-from windlass.data.locate import SourceSpec
+from windlass.data.recipe_sources import SourceSpec
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.fileio import sha256_of
 

@@ -1,5 +1,5 @@
-"""The division into training and validation data, computed from the prepared tokens. A recipe reads
-the first documents of a source (`Limit`), and these rules look at them alone:
+"""Divide prepared tokens into training and validation data. A recipe reads the first documents of a
+source (`corpus.documents_read`), and these rules look at them alone:
 
 - A document is held out if the hash of its text is below `data.val_fraction`, so that copies of a
   text are on one side. If none of the first FEW is, the one with the smallest hash is, too.
@@ -14,23 +14,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from windlass.data.corpus import FEW, Corpus, Limit, with_limits
-from windlass.data.items import Question, example_of
-from windlass.data.locate import Member, SourceSpec
+from windlass.data.corpus import FEW, Corpus, documents_read
 from windlass.data.order import splitmix
-from windlass.data.sources import open_source
+from windlass.data.recipe_sources import Member
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.recipe import DataSettings, Recipe
+from windlass.recipe import DataSettings
 from windlass.seeds import seed_bytes
 
 LONG_TEXT = 400_000
@@ -75,11 +73,129 @@ class Division:
             members.append([])
             for part in parts:
                 shards = [(shard.identity, shard.tokens) for shard in part.corpus.index.shards]
-                shards, places = ([], part.edges) if part.text else (shards, part.ranges)
+                if part.text:  # the texts determine the tokens, in whatever shards
+                    shards, places = [], part.edges
+                else:
+                    places = part.ranges
                 digest = hashlib.sha256(places.astype("<i8").tobytes()).hexdigest()
                 members[-1].append([part.text, shards, digest])
         content = json.dumps([description, members], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
+
+
+def divide(
+    members: Sequence[Member[Corpus]], train_size: int = 0, eval_size: int = 0, seed: int = 0
+) -> Division:
+    """The training and validation data of a recipe; UserError if nothing is left for training.
+
+    `train_size` and `eval_size`: the number of questions or conversations, chosen by `seed`; 0: all.
+    """
+    groups = [[_divided(corpus, member) for corpus in member.sources] for member in members]
+    pieces = list(chain(*groups))
+    shared = 0
+    # copies in one source have equal hashes
+    if len(pieces) > 1 or any(member.data.val_shards for member in members):
+        shared = _leave_out_shared(pieces)
+    for p in pieces:
+        if p.corpus.spec.limit and not p.corpus.index.masked:  # a text may end at the limit
+            past = np.cumsum(sizes_of(p.train)) - p.corpus.spec.limit
+            p.train[:, 1] -= np.clip(past, 0, sizes_of(p.train))
+    examples = [p for p in pieces if p.corpus.index.masked]
+    hashes = [p.texts for p in examples]
+    _choose([p.train for p in examples], hashes, train_size, f"train/{seed}")
+    _choose([p.val for p in examples], hashes, eval_size, f"eval/{seed}")
+    train = [
+        [_part(p, p.train, -p.cut) for p in group[: len(member.train)]]
+        for group, member in zip(groups, members, strict=True)
+    ]
+    val = [[_part(p, p.val, p.cut) for p in group] for group in groups]
+    if members[0].train and not any(part.tokens for part in chain(*train)):
+        names = ", ".join(corpus.spec.name for member in members for corpus in member.train)
+        reason = "the validation data has it all" if shared else "it holds no text"
+        setting = "data.mix" if members[0].name else "data.source"
+        raise UserError(f"{setting}: nothing is left for training in {names}: {reason}")
+    return Division(train, [[part for part in parts if part.tokens] for parts in val], shared)
+
+
+@dataclass
+class Pieces:
+    """The tokens of each document that train, and the held-out ones.
+
+    A shard of another tool, which does not name its documents, counts as one document.
+    """
+
+    corpus: Corpus
+    train: np.ndarray  # first token and end of each document, int64 [documents, 2]
+    val: np.ndarray  # the same of the held-out tokens
+    texts: np.ndarray  # hashes of the documents, uint64; empty for shards of other tools
+    cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
+
+    def hold_out(self, held: np.ndarray) -> None:
+        """Hold out whole documents (bool [documents])."""
+        self.val[held] = self.train[held]
+        keep(self.train, ~held)
+
+
+def sizes_of(ranges: np.ndarray) -> np.ndarray:
+    return ranges[:, 1] - ranges[:, 0]
+
+
+def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
+    """Empty the ranges of all but the `wanted` documents (bool [documents])."""
+    ranges[~wanted, 1] = ranges[~wanted, 0]
+
+
+def _divided(corpus: Corpus, member: Member[Corpus]) -> Pieces:
+    """A source of a member up to its limit, divided into training and validation data."""
+    spec, index, table = corpus.spec, corpus.index, corpus.table
+    edges, texts = corpus.stream.edges, np.zeros(0, np.uint64)
+    if len(table):
+        count = documents_read(table, spec) or len(table)
+        edges, texts = table.edges[: count + 1], table.field("text")[:count]
+    train = np.stack([edges[:-1], edges[1:]], axis=1)
+    # An end-of-text token does not begin a single text that is the only source.
+    is_lone = len(member.val if spec.is_val else member.train) == 1
+    if is_lone and index.single_text and index.tokenizer.eot is not None:
+        train[:1, 0] += 0 if index.tokenizer.begin else 1
+    pieces = Pieces(corpus, train, train[:, [1, 1]], texts, np.zeros(len(train), np.int64))
+    if spec.is_val:
+        pieces.hold_out(np.ones(len(train), bool))
+        if spec.limit and len(texts) and not index.masked:
+            _end_at_limit(pieces)
+    elif member.data.val_shards:
+        _hold_out_shards(pieces, member.data)
+    elif member.held_fraction and len(texts):
+        _hold_out_documents(pieces, member.held_fraction)
+    elif member.held_fraction and len(train):
+        _hold_out_external(pieces, member.held_fraction)
+    return pieces
+
+
+def _end_at_limit(pieces: Pieces) -> None:
+    """End the last text of separate validation data at the limit."""
+    corpus, last = pieces.corpus, len(pieces.texts) - 1
+    sizes = corpus.table.characters[: last + 1]
+    over = int(sizes.sum()) - corpus.spec.limit
+    if over > 0:
+        characters = max(1, int(sizes[last]) - over)
+        place = next(corpus.places_of([last], [characters]))
+        pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
+        pieces.cut[last] = characters
+
+
+def _hold_out_documents(pieces: Pieces, fraction: float) -> None:
+    """Hold out whole documents, or the ends of documents."""
+    corpus, count = pieces.corpus, len(pieces.texts)
+    table = corpus.table
+    sizes, groups = table.characters[:count], table.groups[:count]
+    whole, cuts = held_out(groups, sizes, fraction, are_examples=corpus.index.masked)
+    pieces.hold_out(whole)
+    numbers = np.flatnonzero(cuts >= 0)
+    places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
+    pieces.cut[numbers] = np.maximum(1, cuts[numbers])
+    starts = pieces.train[numbers, 0]
+    pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), starts)
+    pieces.train[numbers, 1] = pieces.val[numbers, 0]
 
 
 def held_out(
@@ -90,7 +206,8 @@ def held_out(
 
     `groups`: the hashes that decide, uint64 [documents].
     """
-    whole, cuts = np.zeros(len(groups), bool), np.full(len(groups), -1)
+    whole = np.zeros(len(groups), bool)
+    cuts = np.full(len(groups), -1)
     if not fraction:
         return whole, cuts
     if are_examples:
@@ -115,99 +232,17 @@ def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.nda
     return held
 
 
-def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
-    """The random numbers that choose texts by their hashes, both uint64 [n]."""
-    key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
-    return splitmix(hashes ^ key)
-
-
-@dataclass
-class Pieces:
-    """The tokens of each document that train, and those held out.
-
-    A shard of another tool, which does not name its documents, counts as one document.
-    """
-
-    corpus: Corpus
-    train: np.ndarray  # first token and end of each document, int64 [documents, 2]
-    val: np.ndarray  # the same of the held-out tokens
-    texts: np.ndarray  # hashes of the documents, uint64; empty for shards of other tools
-    cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
-    limit: Limit
-
-    def from_ends(self, ranges: np.ndarray) -> np.ndarray:
-        """Ranges relative to the end of their documents, which are equal in copies of a text."""
-        return ranges - np.maximum(self.train[:, 1], self.val[:, 1])[:, None]
-
-    def hold_out(self, held: np.ndarray) -> None:
-        """Hold out whole documents (bool [documents])."""
-        self.val[held] = self.train[held]
-        keep(self.train, ~held)
-
-
-def sizes_of(ranges: np.ndarray) -> np.ndarray:
-    return ranges[:, 1] - ranges[:, 0]
-
-
-def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
-    """Empty the ranges of all but the `wanted` documents (bool [documents])."""
-    ranges[~wanted, 1] = ranges[~wanted, 0]
-
-
-def _divided(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
-    """A source of a member up to its limit, divided into training and validation data."""
-    index, table, data = corpus.index, corpus.stream.table, member.data
-    edges, texts = corpus.stream.edges, np.zeros(0, np.uint64)
-    if len(table):
-        count = limit.documents(table) or len(table)
-        edges, texts = table.edges[: count + 1], table.field("text")[:count]
-    train = np.stack([edges[:-1], edges[1:]], axis=1)
-    # An end-of-text token does not begin a single text that is the only source.
-    is_lone = len(member.val if limit.is_val else member.train) == 1
-    if is_lone and index.single_text and index.tokenizer.eot is not None:
-        train[:1, 0] += not index.tokenizer.begin
-    cut = np.zeros(len(train), np.int64)
-    pieces = Pieces(corpus, train, train[:, [1, 1]], texts, cut, limit)
-    if limit.is_val:
-        pieces.hold_out(np.ones(len(train), bool))
-        sizes, last = table.characters[: len(texts)], len(texts) - 1
-        over = int(sizes.sum()) - limit.most
-        # a text ends at the limit
-        if limit.most and len(sizes) and over > 0 and not index.masked:
-            cut[last] = max(1, int(sizes[last]) - over)
-            place = next(corpus.places_of([last], [int(cut[last])]))
-            pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
-    elif data.val_shards:
-        _hold_out_shards(pieces, data)
-    elif member.val or not data.val_fraction or not len(train):
-        pass  # all of it trains
-    elif len(texts):
-        _hold_out_documents(pieces, data.val_fraction)
-    else:
-        # the shards of another tool with such a name, else the end of all tokens
-        names = [Path(shard.file).name.lower() for shard in index.shards]
-        held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
-        if held.any() and not held.all():
-            pieces.hold_out(held)
-        else:
-            tokens = len(corpus.stream)
-            place = tokens - max(1, int(tokens * Fraction(str(data.val_fraction))))
-            pieces.val[:, 0] = train[:, 1] = np.clip(place, *train.T)
-    return pieces
-
-
-def _hold_out_documents(pieces: Pieces, fraction: float) -> None:
-    """Hold out whole documents, or the ends of documents."""
-    corpus, count = pieces.corpus, len(pieces.texts)
-    sizes, groups = corpus.stream.table.characters[:count], corpus.stream.table.groups[:count]
-    whole, cuts = held_out(groups, sizes, fraction, are_examples=corpus.index.masked)
-    pieces.hold_out(whole)
-    numbers = np.flatnonzero(cuts >= 0)
-    places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
-    pieces.cut[numbers] = np.maximum(1, cuts[numbers])
-    starts = pieces.train[numbers, 0]
-    pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), starts)
-    pieces.train[numbers, 1] = pieces.val[numbers, 0]
+def _hold_out_external(pieces: Pieces, fraction: float) -> None:
+    """Hold out another tool's shards by their names, else the end of all tokens."""
+    names = [Path(shard.file).name.lower() for shard in pieces.corpus.index.shards]
+    held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
+    if held.any() and not held.all():
+        pieces.hold_out(held)
+        return
+    tokens = len(pieces.corpus.stream)
+    place = tokens - max(1, int(tokens * Fraction(str(fraction))))
+    pieces.train[:, 1] = np.clip(place, *pieces.train.T)
+    pieces.val[:, 0] = pieces.train[:, 1]
 
 
 def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
@@ -217,148 +252,73 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
     if not end and data.val_shards < len(stream.shards):
         end = int(stream.edges[data.val_shards])
     if not 0 < end < pieces.train[-1:, 1].sum():
-        problem = f"data.val_shards = {data.val_shards} of {len(stream.shards)}"
-        more = ", or raise data.max_tokens" * (data.max_tokens > 0)
-        raise UserError(f"{problem}: lower it or data.shard_tokens{more}")
+        more = ", or raise data.max_tokens" if data.max_tokens else ""
+        raise UserError(
+            f"data.val_shards = {data.val_shards} of {len(stream.shards)}: "
+            f"lower it or data.shard_tokens{more}"
+        )
     first, last = pieces.train.T
     place = np.clip(end, first, last)  # the end of the held-out tokens of each document
-    pieces.val, pieces.train = np.stack([first, place], axis=1), np.stack([place, last], axis=1)
+    pieces.val = np.stack([first, place], axis=1)
+    pieces.train = np.stack([place, last], axis=1)
     pieces.cut[(first < place) & (place < last)] = 1
-
-
-def divide(
-    members: Sequence[Member[Corpus]], sizes: tuple[int, int] = (0, 0), seed: int = 0
-) -> Division:
-    """The training and validation data of a recipe; UserError if nothing is left for training.
-
-    `sizes`: the items of training and validation (`data.train_size`, `data.eval_size`), chosen by
-    `seed`; 0: all.
-    """
-    groups = list[list[Pieces]]()
-    for member in members:
-        groups.append([_divided(source, limit, member) for source, limit in with_limits(member)])
-    pieces = [p for group in groups for p in group]
-    by_shard = any(member.data.val_shards for member in members)
-    # copies in one source have equal hashes
-    shared = _leave_out_shared(pieces) if by_shard or len(pieces) > 1 else 0
-    for p in pieces:
-        if p.limit.most and not p.corpus.index.masked:  # a text may end at the limit
-            past = np.cumsum(sizes_of(p.train)) - p.limit.most
-            p.train[:, 1] -= np.clip(past, 0, sizes_of(p.train))
-    examples = [p for p in pieces if p.corpus.index.masked]
-    for size, purpose in zip(sizes, ("train", "eval"), strict=True):
-        ranges = [p.train if purpose == "train" else p.val for p in examples]
-        draws = [draws_of(p.texts, f"{purpose}/{seed}") for p in examples]
-        present = [d[sizes_of(own) > 0] for d, own in zip(draws, ranges, strict=True)]
-        flat = np.concatenate([np.zeros(0, np.uint64), *present])
-        if 0 < size < len(flat):
-            last = np.partition(flat, size - 1)[size - 1]
-            for draw, own in zip(draws, ranges, strict=True):
-                keep(own, draw <= last)
-    train = [
-        [_part(p, p.train, -p.cut) for p in group[: len(member.train)]]
-        for group, member in zip(groups, members, strict=True)
-    ]
-    val = [[_part(p, p.val, p.cut) for p in group] for group in groups]
-    if members[0].train and not any(part.tokens for parts in train for part in parts):
-        names = ", ".join(corpus.spec.name for member in members for corpus in member.train)
-        reason = "the validation data has it all" if shared else "it holds no text"
-        setting = "data.mix" if members[0].name else "data.source"
-        raise UserError(f"{setting}: nothing is left for training in {names}: {reason}")
-    return Division(train, [[part for part in parts if part.tokens] for parts in val], shared)
 
 
 def _leave_out_shared(pieces: list[Pieces]) -> int:
     """Do not train on texts and shards of the validation data; the number of such documents."""
-    # hashes of texts held out whole, and of texts held out in part
-    whole, in_part = [np.zeros(0, np.uint64)], dict[int, set[tuple[int, int]]]()
+    # the hashes of held-out texts, and the characters of each that may train: those before the cut
+    texts, characters = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for p in pieces:
         if len(p.texts):
             held = sizes_of(p.val) > 0
-            is_part = held & (p.cut > 0) & (not p.limit.is_val)
-            whole.append(p.texts[held & ~is_part])
-            ranges = p.from_ends(p.val)[is_part].tolist()
-            for text, (first, last) in zip(p.texts[is_part].tolist(), ranges, strict=True):
-                in_part.setdefault(text, set()).add((first, last))
-    texts, cut = np.unique(np.concatenate(whole)), np.array([*in_part], np.uint64)
-    separate = [shard for p in pieces if p.limit.is_val for shard in p.corpus.index.shards]
+            texts.append(p.texts[held])
+            characters.append(p.cut[held] * (not p.corpus.spec.is_val))
+    order = np.lexsort((np.concatenate(characters), np.concatenate(texts)))
+    held_texts, first = np.unique(np.concatenate(texts)[order], return_index=True)
+    allowed = np.concatenate(characters)[order][first]  # the least of each text
+    separate = [shard for p in pieces if p.corpus.spec.is_val for shard in p.corpus.index.shards]
     files = {key for shard in separate for key in (shard.file, shard.identity)}
     shared = 0
     for p in pieces:
         if len(p.texts):
-            also = np.isin(p.texts, texts)
-            ranges = p.from_ends(p.train)
-            for place in np.flatnonzero(np.isin(p.texts, cut)).tolist():
-                first, last = ranges[place].tolist()
-                parts = in_part[int(p.texts[place])]
-                also[place] |= any(start < last and first < stop for start, stop in parts)
+            also = np.isin(p.texts, held_texts)
+            cut, most = p.cut[also], allowed[np.searchsorted(held_texts, p.texts[also])]
+            also[also] = (cut == 0) | (cut > most)
         else:
-            shards = [{s.file, s.identity} & files for s in p.corpus.index.shards]
-            also = np.array([*map(bool, shards)], bool)
+            shards = p.corpus.index.shards
+            also = np.array([bool(files & {s.file, s.identity}) for s in shards], bool)
         shared += int((also & (sizes_of(p.train) > 0)).sum())
         keep(p.train, ~also)
     return shared
 
 
+def _choose(ranges: list[np.ndarray], hashes: list[np.ndarray], size: int, purpose: str) -> None:
+    """Keep `size` documents (0: all) of the sources, by the lowest random numbers."""
+    draws = [draws_of(own, purpose) for own in hashes]
+    present = [draw[sizes_of(own) > 0] for draw, own in zip(draws, ranges, strict=True)]
+    flat = np.concatenate([np.zeros(0, np.uint64), *present])
+    if 0 < size < len(flat):
+        last = np.partition(flat, size - 1)[size - 1]
+        for draw, own in zip(draws, ranges, strict=True):
+            keep(own, draw <= last)
+
+
+def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
+    """The random numbers that choose texts by their hashes, both uint64 [n]."""
+    key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
+    return splitmix(hashes ^ key)
+
+
 def _part(pieces: Pieces, ranges: np.ndarray, cut: np.ndarray) -> Part:
+    """The documents whose range is not empty, as ranges of neighbours end to end."""
     numbers = np.flatnonzero(sizes_of(ranges) > 0)
     start, stop = ranges[numbers].T
     begins = np.append(True, start[1:] != stop[:-1])[: len(start)]
-    ranges = np.stack([start[begins], stop[np.append(begins[1:], True)[: len(stop)]]], axis=1)
+    ends = np.append(begins[1:], True)[: len(stop)]
+    joined = np.stack([start[begins], stop[ends]], axis=1)
     edges = np.append(0, np.cumsum(stop - start))
     if not len(pieces.texts):
-        return Part(pieces.corpus, ranges, edges[-1:], numbers[:0])
+        return Part(pieces.corpus, joined, edges[-1:], numbers[:0])
     content = pieces.texts[numbers].tobytes() + cut[numbers].astype("<i8").tobytes()
     text = hashlib.sha256(content).hexdigest()[:16]
-    return Part(pieces.corpus, ranges, edges, numbers, text)
-
-
-def eval_questions(recipe: Recipe) -> list[Question]:
-    """The suite's questions: `eval.squad_items` or `data.eval_size`, chosen by `run.seed`."""
-    data, separate, questions = recipe.data, suite_sources(recipe), list[Question]()
-    setting = "data.eval_source" if separate else "data.source"
-    setting = "eval.squad_file" if recipe.eval.squad_file else setting
-    limits = [key for key in ("val_shards", "max_tokens") if getattr(data, key)]
-    if limits and not separate:
-        problem = f"data.{limits[0]} counts tokens, and the suite needs whole questions"
-        raise UserError(f"{problem}; set it to 0, or set data.eval_source or eval.squad_file")
-    how: dict[str, Any] = {"columns": tuple(data.columns.items()), "setting": setting}
-    for source in separate or data.sources:
-        if source.partition(":")[0] != "squad":
-            problem = f"{setting}: {source!r} lacks questions"
-            raise UserError(f"{problem}; write squad or squad:FILE.json")
-        split = "validation" if separate else "train"
-        spec, asked = SourceSpec(source, source, "squad", split=split, **how), list[Question]()
-        for item in open_source(spec, lambda _: None).items():
-            try:
-                asked.append(cast(Question, example_of(item, spec)))
-            except UserError:
-                if data.on_bad_item == "stop":
-                    raise
-        if not separate:  # as training divides each source
-            groups = np.array([question.group for question in asked], np.uint64)
-            sizes = np.zeros(len(asked), np.int64)
-            whole, _ = held_out(groups, sizes, data.val_fraction, are_examples=True)
-            asked = [asked[i] for i in np.flatnonzero(whole)]
-        questions += asked
-    if not questions:
-        remedy = "set eval.squad_file, data.eval_source or data.val_fraction"
-        raise UserError(f"no questions to evaluate: {remedy}")
-    name, count = Counter(question.id for question in questions).most_common(1)[0]
-    if count > 1:
-        raise UserError(f"{setting}: two questions have the id {name!r}")
-    size = recipe.eval.squad_items or data.eval_size or len(questions)
-    hashes = np.array([question.hash for question in questions], np.uint64)
-    draws = draws_of(hashes, f"eval/{recipe.run.seed}")
-    return [questions[i] for i in sorted(np.argsort(draws, kind="stable")[:size].tolist())]
-
-
-def suite_sources(recipe: Recipe) -> list[str]:
-    """The separate sources of the suite's questions; empty if they are held out from training."""
-    data = recipe.data
-    if recipe.eval.squad_file:
-        return [f"squad:{recipe.eval.squad_file}"]
-    if data.format == "squad" and not data.mix:
-        return data.eval_sources or [source for source in data.sources if source == "squad"]
-    named = [source for source in data.eval_sources if source.partition(":")[0] == "squad"]
-    return named or ["squad"]
+    return Part(pieces.corpus, joined, edges, numbers, text)

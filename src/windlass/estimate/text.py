@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.open import mixture_table, repeated
+from windlass.data.describe import mixture_table, repeated
 from windlass.errors import plural
 from windlass.estimate.advice import pasted
 from windlass.estimate.candidates import NETWORK

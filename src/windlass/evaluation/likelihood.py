@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from windlass.data.items import record_of
 from windlass.data.loader import eval_batches
-from windlass.data.locate import SourceSpec
 from windlass.data.mixture import MixedSamples
+from windlass.data.recipe_sources import SourceSpec
 from windlass.data.samples import Samples
 from windlass.data.sources import open_source
 from windlass.data.tokenizer import Tokenizer

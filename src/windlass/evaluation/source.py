@@ -15,8 +15,8 @@ from windlass.checkpoint.base import fill_base
 from windlass.checkpoint.format import Checkpoint, open_checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.chat import Template
-from windlass.data.locate import load_tokenizer, named_tokenizer
 from windlass.data.tokenizer import FOLDER, Tokenizer
+from windlass.data.tokenizer_kinds import load_tokenizer, named_tokenizer
 from windlass.errors import UserError, argument
 from windlass.model.adapters import CONFIG as ADAPTER
 from windlass.model.adapters import adapter_settings, fill_from_adapter

@@ -17,7 +17,6 @@ import torch
 from windlass.data.chat import Template, stop_tokens
 from windlass.data.items import Question
 from windlass.data.samples import Samples, Subset
-from windlass.data.split import eval_questions
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluation.harness import run_harness
 from windlass.evaluation.likelihood import (
@@ -29,6 +28,7 @@ from windlass.evaluation.likelihood import (
     read_items,
 )
 from windlass.evaluation.passes import Passes
+from windlass.evaluation.questions import eval_questions
 from windlass.evaluation.squad import evaluate_squad
 from windlass.fileio import write_atomic
 from windlass.optim.average import Average

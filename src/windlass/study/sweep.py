@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass import errors
-from windlass.data.locate import data_dirs
+from windlass.data.directory import data_dirs
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, plural
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus

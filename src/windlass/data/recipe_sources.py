@@ -1,0 +1,165 @@
+"""List the sources that a recipe names, each with the settings by which its items are read."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from windlass.recipe import DataSettings, Recipe
+
+DOWNLOADS = ".downloads"  # hidden, so that a source `data/` does not contain it
+KINDS = ("hf", "squad", "shards")
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One source, and how its items are read."""
+
+    name: str  # as the recipe writes it
+    place: str  # the same with its path located
+    format: str = "text"
+    text_key: str = "text"  # may be nested: "doc.text"
+    split: str = "train"
+    revision: str = ""
+    streaming: bool = False
+    sha256: str = ""
+    separator: str = ""
+    special_tokens: bool = False
+    columns: tuple[tuple[str, str], ...] = ()  # names of keys, and the keys that have these names
+    answers: str = "auto"
+    on_bad_item: str = "stop"
+    setting: str = "data.source"  # for messages
+    shards_dtype: str = "auto"
+    cache_bytes: int = 0  # of remote shards on this machine's disk
+    downloads: Path = Path("data", DOWNLOADS)
+    is_val: bool = False  # separate validation data
+    limit: int = 0  # tokens to read at most, or characters of validation data; 0: all
+
+    @property
+    def kind(self) -> str:
+        """`stdlib`, `https`, `hf`, `squad`, `shards`, or `files` for a path."""
+        kind, colon, _ = self.place.partition(":")
+        if kind in ("http", "https"):
+            return "https"
+        if kind in (KINDS if colon else ("stdlib", "squad")):
+            return kind
+        return "files"
+
+    @property
+    def path(self) -> str:
+        return self.place if self.kind == "files" else self.place.partition(":")[2]
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """The settings that determine the items and do not have their default."""
+        key: dict[str, Any] = {"name": self.name, "format": self.format}
+        names = ("text_key", "split", "revision", "sha256", "separator", "special_tokens")
+        for name in (*names, "columns", "answers", "on_bad_item", "shards_dtype"):
+            if getattr(self, name) != getattr(SourceSpec, name):
+                key[name] = getattr(self, name)
+        if self.kind == "stdlib":
+            key["python"] = platform.python_version()
+        return key
+
+    @property
+    def slug(self) -> str:
+        """The source as a short name for a directory: `stdlib`, `input`, `c4-en`."""
+        place = re.sub(rf"^({'|'.join(KINDS)}):", "", self.name).split("?")[0].rstrip("/*")
+        name = re.sub(r"[^A-Za-z0-9]+", "-", place.rsplit("/", 1)[-1].split(".")[0])
+        return name.strip("-").lower()[:40] or "corpus"
+
+
+S = TypeVar("S")  # SourceSpec, or Corpus after the source is prepared
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Member(Generic[S]):
+    """The sources of a recipe, or one source of a mixture."""
+
+    name: str  # in the mixture; else empty
+    data: DataSettings  # as if the member were the whole recipe
+    train: list[S]
+    val: list[S]  # separate validation data
+
+    @property
+    def sources(self) -> list[S]:
+        return [*self.train, *self.val]
+
+    def opened(self, open_source: Callable[[S], T]) -> Member[T]:
+        train, val = (
+            [open_source(one) for one in self.train],
+            [open_source(one) for one in self.val],
+        )
+        return Member(self.name, self.data, train, val)
+
+    @property
+    def held_fraction(self) -> float:
+        """The fraction of the training sources that is held out for validation."""
+        return 0.0 if self.val else self.data.val_fraction
+
+
+def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec]]:
+    """The sources of a recipe; with `only_val` its separate validation data alone, if any."""
+    written = recipe.as_written.data
+    members = list[Member[SourceSpec]]()
+    for number, member in enumerate([part.name for part in written.mix] or [""]):
+        # the names as written, and the places with absolute paths
+        data, located = written.part(number), recipe.data.part(number)
+        prefix = f"data.mix.{member}." if member else "data."
+        common = SourceSpec(
+            name="",
+            place="",
+            format=data.format,
+            text_key=data.text_key,
+            streaming=data.streaming,
+            separator=data.separator,
+            special_tokens=data.special_tokens,
+            columns=tuple(data.columns.items()),
+            answers=data.answers,
+            on_bad_item=data.on_bad_item,
+            shards_dtype=data.shards_dtype,
+            cache_bytes=int(data.cache_gb * 1e9),
+            downloads=root_of(recipe) / DOWNLOADS,
+        )
+        train = [
+            replace(
+                common,
+                name=name,
+                place=place,
+                split=data.split,
+                revision=data.revision,
+                sha256=data.sha256,
+                setting=f"{prefix}source",
+                limit=-(-data.max_tokens // len(data.sources)),
+            )
+            for name, place in zip(data.sources, located.sources, strict=True)
+        ]
+        held = replace(common, is_val=True, setting=f"{prefix}eval_source")
+        if any(data.eval_sources):
+            held = replace(held, split=data.eval_split or data.split)
+            names = zip(data.eval_sources, located.eval_sources, strict=True)
+            val = [replace(held, name=name, place=place) for name, place in names]
+        elif data.eval_split and data.sources[0].startswith("hf:"):
+            held = replace(train[0], is_val=True, split=data.eval_split, setting="data.eval_split")
+            val = [replace(held, name=spec.name, place=spec.place, sha256="") for spec in train]
+        else:
+            held = replace(held, split="validation")
+            questions = [spec for spec in train if spec.name == "squad"]
+            val = [replace(held, name=spec.name, place=spec.place) for spec in questions]
+        characters = int(data.max_tokens * Fraction(str(data.val_fraction)))
+        val = [replace(spec, limit=-(-characters // len(val))) for spec in val]
+        members.append(Member(member, data, [] if only_val and val else train, val))
+    return members
+
+
+def root_of(recipe: Recipe) -> Path:
+    """`data.dir`, or `data` in the directory that the recipe's paths start from."""
+    if recipe.data.dir:
+        return Path(recipe.data.dir).expanduser()
+    return (recipe.home or Path()) / "data"
