@@ -19,7 +19,6 @@ from windlass.data.items import Item, Question, example_of, hash64, question_pro
 from windlass.data.open import open_data
 from windlass.data.recipe_sources import SourceSpec
 from windlass.data.shards import Row
-from windlass.data.split import eval_questions
 from windlass.data.tokenizer_kinds import (
     byte_tokenizer,
     char_tokenizer,

@@ -11,7 +11,6 @@ import torch
 
 from helpers import command, windlass
 from windlass.estimate.collectives import Collective
-from windlass.estimate.rank import Collective
 from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import Ranks
 from windlass.preflight import check as preflight
