@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 import hf_fixtures
 from windlass.evaluation.generate import Sampling, generate
+from windlass.evaluation.passes import Passes
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel import collectives
@@ -54,8 +55,9 @@ def hf_step(join, strategy: str, directory: Path, **train):
                 module.register_forward_hook(lambda _, __, out: kinds.add(out.dtype))
         total, norm = loss_and_norm(model, settings, ranks)
         before = counters["stats"]["unique_graphs"]
-        how = {"ranks": ranks, "autocast": lambda: autocast(settings, ranks.device)}
-        text = generate(model, [[1, 2, 3]], Sampling(max_tokens=6, temperature=0), **how)
+        sampling = Sampling(max_tokens=6, temperature=0)
+        passes = Passes(autocast=lambda: autocast(settings, ranks.device))
+        text = generate(model, [[1, 2, 3]], sampling, ranks, passes=passes)
         return total, norm, kinds, text, counters["stats"]["unique_graphs"] - before
 
 

@@ -456,7 +456,7 @@ def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(tmp_path, monk
         assert not [word for word in (secret, "pass-word", "to-ken") if word.encode() in data], file
     card = (out / "README.md").read_text()
     assert "https://***@example.org/a.txt" in card and "access_token=***&rows=1" in card
-    assert "training loss is NaN" in card and "| loss | loss | Infinity |" in card
+    assert "training loss is NaN" in card and "| loss | loss | ∞ |" in card
 
 
 def test_an_export_is_pushed_with_a_token_and_rejected_without_one_before_it_writes(

@@ -73,7 +73,7 @@ class ForkServer:
 
 def serve() -> None:
     """Do the tasks of the standard input, one at a time; ranks end with this process."""
-    import windlass.training.setup  # noqa: F401
+    import windlass.training.rank  # noqa: F401
 
     while line := sys.stdin.readline():
         ranks = start_ranks(Task(**json.loads(line)))
