@@ -55,7 +55,8 @@ def test_documents_compile_once_on_a_gpu(device):
     initialise(model, 3)
     tokens = torch.randint(101, (3, 256), generator=torch.Generator().manual_seed(0)).to(device)
     packed = documents_on(device)
-    inputs = [packed, *packed.split([2, 1])]
+    parts = zip(packed.numbers.split([2, 1]), packed.positions.split([2, 1]), strict=True)
+    inputs = [packed, *(type(packed)(*part) for part in parts)]
     rows = [tokens, *tokens.split([2, 1])]
 
     def losses() -> list[float]:
