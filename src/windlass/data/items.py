@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.data.recipe_sources import SourceSpec
@@ -160,7 +160,7 @@ class Question:
     context: str
     answers: tuple[str, ...]  # the first is the one to learn
     group: int = 0  # hash of the article's title, or of the context without one
-    unread: tuple[str, ...] = ()
+    unread: tuple[str, ...] = field(default=(), repr=False)  # `items_hash` is of the repr
 
     @property
     def prompt(self) -> str:
