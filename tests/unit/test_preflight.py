@@ -15,7 +15,7 @@ from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import Ranks
 from windlass.preflight import check as preflight
 from windlass.preflight import findings
-from windlass.preflight.check import PROBE_BYTES, Check, probe_disks, services, slowest
+from windlass.preflight.check import PROBE_BYTES, Check, probe_disks, slowest
 from windlass.preflight.findings import Finding, findings_of
 from windlass.recipe import Recipe
 
@@ -131,14 +131,6 @@ def test_the_slowest_rank_counts():
     assert slowest([*rates, other]) == [rates[1], other]
 
 
-def test_services_that_the_recipe_needs(tmp_path):
-    recipe = Recipe.load("quickstart", ['telemetry.trackers=["wandb"]'])
-    closed = {"WANDB_BASE_URL": "http://127.0.0.1:9"}
-    assert [(f.name, f.status) for f in services(recipe, closed)] == [("W&B", "warning")]
-    assert not list(services(recipe, closed | {"WANDB_MODE": "offline"}))
-    assert not list(services(Recipe.load("quickstart"), {}))
-
-
 def test_exit_codes():
     assert Check([Finding("x", "y", "problem")], [], [], 9.0).exit_code() == 1
     assert Check([], [], [], None).exit_code() == 0
@@ -150,8 +142,8 @@ def test_check_on_two_ranks(tmp_path):
     words = ["--world", "2", "--json"]
     done = windlass("check", "quickstart", "parallel.tensor=4", *words, cwd=tmp_path)
     result = json.loads(done.stdout)
-    collectives = "all_reduce all_gather reduce_scatter all_to_all send_recv".split()
-    assert {row["collective"] for row in result["rates"]} == set(collectives)
+    collectives = {"all_reduce", "all_gather", "reduce_scatter"}
+    assert {row["collective"] for row in result["rates"]} == collectives
     reduces = [row for row in result["rates"] if row["collective"] == "all_reduce"]
     largest = max(reduces, key=lambda row: row["size"])
     rate = pytest.approx(largest["size"] / largest["seconds"] / 1e9)

@@ -222,16 +222,13 @@ def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
         track(run, "mlflow")
 
 
-@pytest.mark.parametrize(
-    ("fault", "timeout"), [("raise RuntimeError('broken')", 60), ("import time; time.sleep(99)", 1)]
-)
-def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypatch, fault, timeout):
+def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypatch):
     write(run, 0, 0, 1)
     (tmp_path / "mlflow").mkdir()
-    (tmp_path / "mlflow" / "__init__.py").write_text(fault + "\n")
+    (tmp_path / "mlflow" / "__init__.py").write_text("raise RuntimeError('broken')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    done = windlass("track", run.path, "--to", "mlflow", "--timeout", str(timeout), code=1)
-    assert "trackers/mlflow.log" in done.stderr and ("broken" in done.stderr) == ("broken" in fault)
+    done = windlass("track", run.path, "--to", "mlflow", code=1)
+    assert "trackers/mlflow.log" in done.stderr and "broken" in done.stderr
 
 
 def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):
@@ -245,7 +242,7 @@ def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):
     for cell in study.cells[1:]:
         write(study.run_of(cell), 0, 0, 1)
     names = [Path(cell.directory).name for cell in study.cells]
-    track(str(study.path), "wandb", 0)
+    track(str(study.path), "wandb")
     assert sent == names[1:]
 
 

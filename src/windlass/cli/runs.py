@@ -179,7 +179,6 @@ def show_study(study: Study) -> None:
 def track(
     run: Annotated[str, Argument(metavar="RUN|STUDY", help="A run, or a study: all its runs.")],
     to: str = Option(..., metavar="wandb|mlflow|tensorboard", help="The tracker."),
-    timeout: float = Option(0.0, min=0, help="Seconds to wait for the tracker; 0: no limit."),
 ) -> None:
     """Replay a run into W&B, MLflow or TensorBoard.
 
@@ -196,5 +195,5 @@ def track(
         cells = map(study.run_of, study.cells)
         runs = [cell.path for cell in cells if cell.metrics_path.is_file()]
     for path in runs:
-        for note in trackers.track(path, to, timeout):
+        for note in trackers.track(path, to):
             say(note.text)

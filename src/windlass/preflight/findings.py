@@ -110,18 +110,13 @@ def limits(shm_gb: float | None, files: int) -> Iterator[Finding]:
 
 
 def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
-    """Architecture, memory, memory errors and clock rate of a rank's GPU; none for a CPU."""
+    """Architecture and memory of a rank's GPU; none for a CPU."""
     if "capability" not in one:
         return
     capability = tuple(one["capability"])
     text, advice = code_for(one["name"], capability, one["built_for"], one["torch"], one["cuda"])
     yield Finding("device", text, PROBLEM if advice else OK, advice)
     yield Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free")
-    if errors := one.get("ecc_errors"):
-        yield Finding("ECC", f"{errors} uncorrected errors", PROBLEM, "take this GPU out of use")
-    if reasons := one.get("throttled"):
-        text = f"throttled: {', '.join(reasons)}"
-        yield Finding("clock rate", text, WARNING, "the GPU is slowed down")
 
 
 def code_for(
