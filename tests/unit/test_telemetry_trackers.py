@@ -62,15 +62,9 @@ def write(run, attempt, first, last, event=None):
         ),
         ({"kind": "eval", "suite": "squad", "f1": 0.3}, "eval/squad", {"eval/squad/f1": 0.3}),
         (
-            {"kind": "summary", "runtime_s": 7, "wall_time": {"train": 6.0}, "seconds": {"a": 6.0}}
-            | {"best_score": 1.4, "best_measure": "loss"},
+            {"kind": "summary", "runtime_s": 7, "wall_time": {"train": 6.0}, "seconds": {"a": 6.0}},
             "summary",
             {"summary/runtime_s": 7, "summary/wall_time/train": 6.0},
-        ),
-        (
-            {"kind": "summary", "best_score": 1.4, "best_measure": "squad.f1"},
-            "summary",
-            {"summary/best_score": 1.4},
         ),
         (
             {"kind": "log", "log.tokens": 9.0, "log.epoch": 8.0},

@@ -206,7 +206,7 @@ class WandB:
         ours = {k: v for k, v in WANDB_SETTINGS.items() if f"WANDB_{k.upper()}" not in os.environ}
         self._run: Any = wandb.init(
             project=project,
-            group=os.environ.get("WANDB_RUN_GROUP") or settings.get("study"),
+            group=settings.get("study"),
             id=run_id,
             name=users.run_name or run.path.resolve().name,
             dir=os.environ.get("WANDB_DIR") or str(run.path),

@@ -195,8 +195,7 @@ def name_of(field: str, line: Line) -> str:
         case "log":  # its names begin with `log.`
             return path
         case "summary":
-            repeats = field == "best_score" and line.get("best_measure", LOSS) == LOSS
-            return "" if repeats else f"summary/{path}"
+            return f"summary/{path}"
         case "eval" if of_eval(field).role not in ("count", "place"):
             suite = line.get("suite", LOSS)
             return f"eval/{path}" if suite == LOSS else f"eval/{suite}/{path}"

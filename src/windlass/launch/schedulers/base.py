@@ -51,7 +51,6 @@ class Scheduler(Protocol):
     LAUNCHER: str = "mpiexec"  # of ranks
 
     MARK: str  # begins a line of options in a script
-    UNWRITABLE: str = "\n\\"  # characters that a path in an option cannot have
     REPEATED: str = ""  # an option that a script may have several times, each for another resource
     WRITES_LOG: bool = False  # writes `<name>_<id>.out`; else the script does
     LISTS: bool = True  # an array may leave tasks out

@@ -33,7 +33,6 @@ class PBS(Scheduler):
     MARK = "#PBS"
     REPEATED = "-l"
     LISTS = False
-    UNWRITABLE = "\n\\:"  # in `-o` a colon ends the name of a host
     JOB_SHELL = "${PBS_JOBID%%.*}"
     JOB_ID = "PBS_JOBID"
     MACHINE = "PBS_SERVER"
