@@ -26,7 +26,6 @@ import torch.distributed as dist
 from windlass import __version__
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
 from windlass.estimate.collectives import Collective
-from windlass.model.quantised import FLOAT8_CAPABILITY
 from windlass.parallel.connect import init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.ranks import Ranks
@@ -143,7 +142,7 @@ def check(recipe: Recipe, gate: bool, show: Callable[[str], None]) -> Check:
     env = detect_env()
     with init_ranks(env, recipe.replace("parallel.strategy=auto", NO_LAYOUT)) as ranks:
         show("machine and packages")
-        facts = {**facts_of_rank(ranks, recipe), "disks": probe_disks(ranks, recipe)}
+        facts = {**facts_of_rank(ranks), "disks": probe_disks(ranks, recipe)}
         show("matrix products")
         facts["tflops"] = matrix_products(ranks.device)
         rates = list[dict[str, Any]]()
@@ -156,7 +155,7 @@ def check(recipe: Recipe, gate: bool, show: Callable[[str], None]) -> Check:
     return Check(list(findings_of(everyone)), everyone, rates, busbw)
 
 
-def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
+def facts_of_rank(ranks: Ranks) -> dict[str, Any]:
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
@@ -166,26 +165,21 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
         "torch": torch.__version__,
         "windlass": __version__,
         "code": code.hexdigest()[:12],
-        "config": recipe.config_hash[:12],
         "cuda": torch.version.cuda or "",
         "cuda_available": torch.cuda.is_available(),
         "gpus": torch.cuda.device_count(),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "shm_gb": None,
-        "precisions": ["fp32"],
     }
     with contextlib.suppress(OSError):
         facts["shm_gb"] = shutil.disk_usage("/dev/shm").total / 1e9
     if ranks.device.type == "cuda":
         properties = torch.cuda.get_device_properties(ranks.device)
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        has_float8 = (properties.major, properties.minor) >= FLOAT8_CAPABILITY
         facts |= {
             "capability": [properties.major, properties.minor],
             "built_for": torch.cuda.get_arch_list(),
             "free_gb": torch.cuda.mem_get_info(ranks.device)[0] / 1e9,
             "total_gb": properties.total_memory / 1e9,
-            "precisions": ["fp32", "fp16", *["bf16"] * has_bf16, *["float8"] * has_float8],
         }
         with contextlib.suppress(Exception):  # no library, or the driver does not answer
             import pynvml as nvml

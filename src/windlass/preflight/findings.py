@@ -34,15 +34,12 @@ def findings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     code = {one["rank"]: f"{one['windlass']} ({one['code']})" for one in ranks}
     versions = {one["rank"]: f"{one['python']}, {one['torch']}" for one in ranks}
     yield same("Windlass", code, hosts)
-    yield same("recipe", {one["rank"]: one["config"] for one in ranks}, hosts)
     yield same("Python and torch", versions, hosts)
     for one in ranks:
         where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
         yield from (replace(x, name=f"{x.name}{where}") for x in gpu(one))
     if "driver" in ranks[0]:
         yield Finding("driver", f"{ranks[0]['driver']}, torch's CUDA {ranks[0]['cuda']}")
-    precisions = set.intersection(*(set(one["precisions"]) for one in ranks))
-    yield Finding("precisions", ", ".join(sorted(precisions)))
     for name in ranks[0]["disks"]:
         yield disk(name, [(one["host"], one["disks"][name]) for one in ranks], len(nodes))
     for one in nodes.values():
