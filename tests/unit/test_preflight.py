@@ -61,21 +61,6 @@ def test_other_devices(capability, archs, status):
     assert found.status == status and "12.6" not in found.advice
 
 
-@pytest.mark.parametrize(
-    ("version", "gpus", "device", "words"),
-    [
-        ("12.8", 2, "cuda:0", ("CUDA 12.8 is available", "2 GPUs")),
-        ("12.8", 1, "cpu", ("uses the CPU",)),
-        ("", 0, "cpu", ("not available", "built")),
-        ("12.8", 0, "cpu", ("not available", "driver")),
-    ],
-)
-def test_whether_cuda_is_available(version, gpus, device, words):
-    facts = {"cuda": version, "cuda_available": gpus > 0, "gpus": gpus, "device": device}
-    found = findings.cuda(facts)
-    assert found.status == "ok" and all(word in found.text for word in words)
-
-
 def test_each_host_has_findings_of_its_own():
     ranks = Ranks(DistEnv(), torch.device("cpu"))
     facts = {**preflight.facts_of_rank(ranks), "disks": {}, "tflops": {}}

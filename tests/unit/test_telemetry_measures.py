@@ -29,7 +29,6 @@ def test_every_format_is_known_and_charts_have_a_title_and_scores_a_direction():
     [
         ("loss", "score"),
         ("perplexity", "derived"),
-        ("my_score", "score"),
         ("hellaswag/acc_norm", "score"),
         ("samples_per_s", "other"),
         ("items", "count"),
@@ -52,9 +51,7 @@ def test_a_field_of_lm_eval_keeps_its_task_in_titles():
         ("loss", True),
         ("loss.bits_per_byte", True),
         ("squad.f1", False),
-        ("hellaswag.acc", False),
         ("lm-eval:wikitext.wikitext/word_perplexity", True),
-        ("lm-eval:arc_easy.arc_easy/acc", False),
         ("own:mine.score", False),
     ],
 )
