@@ -167,13 +167,10 @@ def show_published(table: Table | None) -> None:
 
 
 def show_study(study: Study) -> None:
-    """Print the published table of a study's preset, if any, and where MLflow shows its runs."""
+    """Print the published table of a study's preset, if any."""
     from windlass.reports.published import of_study
-    from windlass.telemetry.backends import mlflow_store
 
     show_published(of_study(study))
-    if "mlflow" in study.recipe.telemetry.trackers:
-        typer.echo(f"mlflow: {mlflow_store(study.path / 'runs')[1]}")
 
 
 def track(
