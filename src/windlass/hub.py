@@ -41,19 +41,13 @@ def prepare() -> None:
     if "HF_HUB_OFFLINE" in os.environ or proxy:
         return
     with suppress(OSError):
-        connect(os.environ.get("HF_ENDPOINT") or HUB, PROBE_SECONDS)
+        address = urlsplit(os.environ.get("HF_ENDPOINT") or HUB)
+        port = address.port or (80 if address.scheme == "http" else 443)
+        socket.create_connection((address.hostname or "", port), PROBE_SECONDS).close()
         return
     os.environ["HF_HUB_OFFLINE"] = "1"
     if "huggingface_hub.constants" in sys.modules:  # it has read its environment already
         sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
-
-
-def connect(url: str, seconds: float) -> str:
-    """The host of a URL, to which this machine can connect; else OSError."""
-    address = urlsplit(url)
-    port = address.port or (80 if address.scheme == "http" else 443)
-    socket.create_connection((address.hostname or "", port), timeout=seconds).close()
-    return address.hostname or ""
 
 
 def offline() -> bool:

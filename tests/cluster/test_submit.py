@@ -143,14 +143,6 @@ def test_a_study_that_is_submitted_twice(cluster: Cluster, tmp_path, monkeypatch
 
 
 @pytest.mark.full
-def test_check_under_its_bandwidth_ends_job_before_training(cluster: Cluster, settings, tmp_path):
-    run = Run(tmp_path / "run")
-    job = submitted(cluster, run.path, settings(run.path, **DDP), "--min-busbw", "100000")
-    job_end(cluster, job, run, "FAILED 46:0 0")
-    assert "TOO SLOW" in log_of(run.path) and not run.recipe_path.exists()
-
-
-@pytest.mark.full
 def test_a_rank_that_is_lost_starts_the_job_again_once(
     cluster: Cluster, settings, tmp_path, undisturbed
 ):

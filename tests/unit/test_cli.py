@@ -4,7 +4,6 @@ import io
 import json
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from unittest import mock
 import pytest
 
 import forked
-from helpers import TINY, command, overrides, refused, tiny_recipe, windlass
+from helpers import TINY, overrides, refused, tiny_recipe, windlass
 from windlass import Recipe, Study, evaluate, export, prepare, report, train, verification
 from windlass.cli import VERBS, main, models
 from windlass.cli import train as train_verbs
@@ -81,16 +80,6 @@ def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypat
 
 
 NAMES = [name for verbs in VERBS.values() for name in verbs]
-
-
-def test_the_help_fits_80_columns_with_a_line_for_each_verb() -> None:
-    environment = {**os.environ, "COLUMNS": "80", "TERMINAL_WIDTH": ""}
-    # No fork: the order of the panels is the order of this process's imports.
-    text = subprocess.run(command("--help"), env=environment, capture_output=True, text=True).stdout
-    assert max(map(len, text.splitlines())) <= 80
-    assert re.findall(r"^╭─ (\w+) ─", text, re.M) == ["Options", *VERBS]
-    lines = re.findall(r"^│ ([a-z]+) +([A-Z].*\.) +│$", text, re.M)
-    assert [name for name, _ in lines] == NAMES
 
 
 def test_the_help_of_every_verb_fits_80_columns_and_has_an_example(

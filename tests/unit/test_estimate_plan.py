@@ -247,14 +247,6 @@ def test_ragged_rows_cost_what_training_computes(tmp_path, buckets):
     assert result.flops / result.steps == pytest.approx(flops / steps, rel=0.02)
 
 
-def test_a_preset_of_studies_is_planned_as_its_recipe(call):
-    shown = call("plan", "c4-30m-grid", "--device", "A100-80GB")[0]
-    assert shown.startswith("# a study of this recipe: windlass sweep c4-30m-grid")
-    assert "2 ranks on NVIDIA A100" in shown, "as its cells have"
-    one = json.loads(call("plan", "c4-30m-grid", "--world", "1", "--json")[0])
-    assert (one["world"], one["recipe"]) == (1, "c4-30m")
-
-
 @pytest.mark.parametrize(
     ("at_end", "steps", "last"),
     [("auto", 300, 16), ("auto", 400, 125), ("all", 300, 125), ("batches", 400, 16)],

@@ -15,7 +15,7 @@ from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import Ranks
 from windlass.preflight import check as preflight
 from windlass.preflight import findings
-from windlass.preflight.check import PROBE_BYTES, Check, probe_disks, services, slowest
+from windlass.preflight.check import PROBE_BYTES, Check, probe_disks, slowest
 from windlass.preflight.findings import Finding, findings_of
 from windlass.recipe import Recipe
 
@@ -61,24 +61,9 @@ def test_other_devices(capability, archs, status):
     assert found.status == status and "12.6" not in found.advice
 
 
-@pytest.mark.parametrize(
-    ("version", "gpus", "device", "words"),
-    [
-        ("12.8", 2, "cuda:0", ("CUDA 12.8 is available", "2 GPUs")),
-        ("12.8", 1, "cpu", ("uses the CPU",)),
-        ("", 0, "cpu", ("not available", "built")),
-        ("12.8", 0, "cpu", ("not available", "driver")),
-    ],
-)
-def test_whether_cuda_is_available(version, gpus, device, words):
-    facts = {"cuda": version, "cuda_available": gpus > 0, "gpus": gpus, "device": device}
-    found = findings.cuda(facts)
-    assert found.status == "ok" and all(word in found.text for word in words)
-
-
 def test_each_host_has_findings_of_its_own():
-    recipe, ranks = Recipe.load("quickstart"), Ranks(DistEnv(), torch.device("cpu"))
-    facts = {**preflight.facts_of_rank(ranks, recipe), "disks": {}, "tflops": {}}
+    ranks = Ranks(DistEnv(), torch.device("cpu"))
+    facts = {**preflight.facts_of_rank(ranks), "disks": {}, "tflops": {}}
     hosts = [{"rank": n, "node": n, "host": f"n{n}"} for n in (0, 1)]
     assert {"CUDA (n0)", "CUDA (n1)"} <= {f.name for f in findings_of([facts | h for h in hosts])}
 
@@ -131,14 +116,6 @@ def test_the_slowest_rank_counts():
     assert slowest([*rates, other]) == [rates[1], other]
 
 
-def test_services_that_the_recipe_needs(tmp_path):
-    recipe = Recipe.load("quickstart", ['telemetry.trackers=["wandb"]'])
-    closed = {"WANDB_BASE_URL": "http://127.0.0.1:9"}
-    assert [(f.name, f.status) for f in services(recipe, closed)] == [("W&B", "warning")]
-    assert not list(services(recipe, closed | {"WANDB_MODE": "offline"}))
-    assert not list(services(Recipe.load("quickstart"), {}))
-
-
 def test_exit_codes():
     assert Check([Finding("x", "y", "problem")], [], [], 9.0).exit_code() == 1
     assert Check([], [], [], None).exit_code() == 0
@@ -150,8 +127,8 @@ def test_check_on_two_ranks(tmp_path):
     words = ["--world", "2", "--json"]
     done = windlass("check", "quickstart", "parallel.tensor=4", *words, cwd=tmp_path)
     result = json.loads(done.stdout)
-    collectives = "all_reduce all_gather reduce_scatter all_to_all send_recv".split()
-    assert {row["collective"] for row in result["rates"]} == set(collectives)
+    collectives = {"all_reduce", "all_gather", "reduce_scatter"}
+    assert {row["collective"] for row in result["rates"]} == collectives
     reduces = [row for row in result["rates"] if row["collective"] == "all_reduce"]
     largest = max(reduces, key=lambda row: row["size"])
     rate = pytest.approx(largest["size"] / largest["seconds"] / 1e9)

@@ -43,26 +43,6 @@ def test_a_bad_layout_is_one_problem_with_a_size_that_works(overrides, key, says
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number"),
-    [(size, n) for size in (2, 3, 4, 6, 8) for n in range(1, 9) if n <= size],
-)
-def test_the_number_that_a_message_names_works(ranks, number):
-    """For every number of heads of keys: either the layout works, or the named one does."""
-    overrides = ["model.heads=24", f"model.kv_heads={number}", "model.width=96"]
-    overrides += ["model.ff_width=240", "train.global_batch=48"]
-    if 24 % number:
-        return
-    try:
-        Recipe.load("quickstart", [*overrides, f"{TENSOR}={ranks}"])
-    except RecipeError as error:
-        [(key, text)] = error.problems
-        assert key == TENSOR
-        write = text.rpartition("write ")[2].partition(",")[0]
-        assert 1 <= int(write) < ranks
-        Recipe.load("quickstart", [*overrides, f"{TENSOR}={write}"])
-
-
-@pytest.mark.parametrize(
     ("world", "layout", "words"),
     [
         (1, {TENSOR: 2}, ["parallel.tensor = 2", "multiple of 2", "has 1", "start 2 ranks"]),

@@ -4,7 +4,6 @@ import pytest
 
 from helpers import refused
 from windlass.checkpoint.choose import policy_of
-from windlass.cli import main
 from windlass.estimate.calendar import milestones, most_checkpoints, resolve_steps
 from windlass.estimate.plan import plan
 from windlass.model.size import count
@@ -174,11 +173,6 @@ def test_grids_of_learning_rates(name, rates, steps, strategy):
         assert own.batch(2, "cuda").global_batch // 2 == 256
 
 
-def test_a_preset_of_studies_is_shown_and_named_with_its_recipe(capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["recipe", "gpt-squad-weak", "train.precision=fp16"])
-    shown = capsys.readouterr().out
-    assert not done.value.code and 'precision = "fp16"' in shown and "global_batch = 16" in shown
-    assert "windlass scale gpt-squad-weak" in shown and "worlds=[2, 4, 8, 16]" in shown
+def test_a_preset_of_studies_is_named_with_its_recipe():
     with refused("c4-29m-grid", "sweep", "its recipe, c4-29m"):
         Recipe.load("c4-29m-grid")

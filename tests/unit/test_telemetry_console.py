@@ -71,10 +71,10 @@ def test_other_ranks_show_their_own_warnings_alone(tmp_path, capsys):
     assert capsys.readouterr().err == "rank 3: warning: no space\n"
 
 
-def in_terminal(log, encoding="utf-8"):
+def in_terminal(log):
     """What a terminal receives of `show`, raw and without its control sequences."""
     terminal, inner = pty.openpty()
-    with open(inner, "w", encoding=encoding) as stream:
+    with open(inner, "w", encoding="utf-8") as stream:
         show(Console(200, stream=stream), log)
         shown = b""
         while select.select([terminal], [], [], 0.2)[0]:
@@ -127,8 +127,6 @@ def test_a_narrow_terminal_loses_the_last_fields_and_no_line_is_wider(
         assert max(map(len, lines)) <= width, "what stays in the terminal is wrapped, too"
         live = [line.rstrip() for line in lines if line.startswith("step ")]
         assert max(map(len, live)) <= width - 2, "an echoed ^C stays on the line, which is redrawn"
-        sample = "".join(line[4:].rstrip("\n") for line in lines if line.startswith("  | "))
-        assert sample.endswith("  -x-" * 40), "wrapped beside its bar, with its spaces"
     assert STEP in plain(tmp_path / "log.txt")
 
 
@@ -143,17 +141,6 @@ def test_progress_of_an_evaluation(monkeypatch):
     console.eval({"step": 0, "loss": 1.0})
     shown = [line.partition(" | ")[2] for line in out.getvalue().splitlines()[:-1]]
     assert shown == [f"evaluating loss {done}/1,500" for done in (10, 21, 32, 43)]
-
-
-def test_a_terminal_may_lack_characters(tmp_path, columns):
-    columns(160)
-    for encoding in ("ascii", "latin-1"):
-        assert "step 100/200" in in_terminal(tmp_path / "log.txt", encoding)[1]
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    console = Console(200, stream=stream)
-    console.event("✓ → ö")
-    stream.flush()
-    assert stream.buffer.getvalue() == b"? ? ?\n"
 
 
 @pytest.mark.parametrize("live", [False, True])

@@ -74,25 +74,3 @@ def test_a_full_disk_costs_nothing_but_time(tmp_path, monkeypatch):
     ledger.write("train", 4)
     ledger.close()
     assert [line["step"] for line in read_lines(ledger.path)] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_signal_in_the_midst_of_a_write_loses_no_line_and_repeats_none(
-    tmp_path, monkeypatch, after
-):
-    """Its handler writes a line of its own, before or after the interrupted write, and exits."""
-    ledger, real = Ledger(tmp_path / "metrics.jsonl"), os.write
-    ledger.write("event", 0, event="first")
-
-    def interrupted(file, data):
-        monkeypatch.setattr(module.os, "write", real)
-        if after:
-            real(file, data)
-        ledger.write("event", 0, event="preempted")
-        raise SystemExit  # `os._exit` in the handler
-
-    monkeypatch.setattr(module.os, "write", interrupted)
-    with pytest.raises(SystemExit):
-        ledger.write("event", 0, event="second")
-    written = [line["event"] for line in read_lines(tmp_path / "metrics.jsonl")]
-    assert written == ["first", "second", "preempted"]

@@ -62,15 +62,9 @@ def write(run, attempt, first, last, event=None):
         ),
         ({"kind": "eval", "suite": "squad", "f1": 0.3}, "eval/squad", {"eval/squad/f1": 0.3}),
         (
-            {"kind": "summary", "runtime_s": 7, "wall_time": {"train": 6.0}, "seconds": {"a": 6.0}}
-            | {"best_score": 1.4, "best_measure": "loss"},
+            {"kind": "summary", "runtime_s": 7, "wall_time": {"train": 6.0}, "seconds": {"a": 6.0}},
             "summary",
             {"summary/runtime_s": 7, "summary/wall_time/train": 6.0},
-        ),
-        (
-            {"kind": "summary", "best_score": 1.4, "best_measure": "squad.f1"},
-            "summary",
-            {"summary/best_score": 1.4},
         ),
         (
             {"kind": "log", "log.tokens": 9.0, "log.epoch": 8.0},
@@ -222,16 +216,13 @@ def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
         track(run, "mlflow")
 
 
-@pytest.mark.parametrize(
-    ("fault", "timeout"), [("raise RuntimeError('broken')", 60), ("import time; time.sleep(99)", 1)]
-)
-def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypatch, fault, timeout):
+def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypatch):
     write(run, 0, 0, 1)
     (tmp_path / "mlflow").mkdir()
-    (tmp_path / "mlflow" / "__init__.py").write_text(fault + "\n")
+    (tmp_path / "mlflow" / "__init__.py").write_text("raise RuntimeError('broken')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    done = windlass("track", run.path, "--to", "mlflow", "--timeout", str(timeout), code=1)
-    assert "trackers/mlflow.log" in done.stderr and ("broken" in done.stderr) == ("broken" in fault)
+    done = windlass("track", run.path, "--to", "mlflow", code=1)
+    assert "trackers/mlflow.log" in done.stderr and "broken" in done.stderr
 
 
 def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):
@@ -245,7 +236,7 @@ def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):
     for cell in study.cells[1:]:
         write(study.run_of(cell), 0, 0, 1)
     names = [Path(cell.directory).name for cell in study.cells]
-    track(str(study.path), "wandb", 0)
+    track(str(study.path), "wandb")
     assert sent == names[1:]
 
 

@@ -169,7 +169,7 @@ def submit(
 
 def check(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="It gives device, directories and trackers.")
+        str, typer.Argument(metavar="RECIPE", help="It gives device and directories.")
     ] = "quickstart",
     *,
     overrides: Overrides,
@@ -230,13 +230,13 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
         return
     rows = [(f.status.replace("ok", ""), f.name, f.text, f.advice) for f in done.findings]
     print_table(["", "what", "found", "advice"], rows, text=["what", "found", "advice"])
-    typer.echo("\nMatrix products, and copies in memory")
+    typer.echo("\nMatrix products")
     places = ("rank", "host", "device")
-    names = [*(f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]), "memory GB/s"]
-    products = list[list[str]]()
+    names = [f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]]
+    products = []
     for r in done.ranks:
         products.append([str(r[place]) for place in places])
-        products[-1] += [f"{speed:.3g}" for speed in (*r["tflops"].values(), r["memory_gb_s"])]
+        products[-1] += [f"{speed:.3g}" for speed in r["tflops"].values()]
     print_table([*places, *names], products)
     if done.rates:
         typer.echo("\nCollectives: GB/s by the formulas of nccl-tests, medians of the slowest rank")

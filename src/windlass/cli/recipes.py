@@ -7,16 +7,13 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer import Argument, Option
 
 from windlass.cli import Json, Overrides, RecipeName, print_json, say
 from windlass.errors import UserError
-
-if TYPE_CHECKING:
-    from windlass.recipe import Recipe
 
 
 def init(
@@ -50,8 +47,8 @@ def recipe(
 ) -> None:
     """Show a recipe, list the presets, or explain a setting.
 
-    RECIPE, or the recipe of a study's preset, is printed with every setting resolved. --explain
-    also takes a section, and shows the values in RECIPE.
+    RECIPE is printed with every setting resolved. --explain also takes a section, and shows the
+    values in RECIPE.
 
     Example: `windlass recipe quickstart optim.lr=3e-4`
     """
@@ -72,29 +69,12 @@ def recipe(
             rows.append((name, f"{first_sentence(path)}{verb}"))
         rich_console(sys.stdout).print(pairs(rows))
     elif recipe:
-        if study := study_recipe(recipe, overrides):
-            typer.echo(study[1])
-        loaded = study[0] if study else Recipe.load(recipe, overrides)
+        loaded = Recipe.load(recipe, overrides)
         typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}")
         typer.echo(f"\n{loaded.toml()}")
     else:
         choice = "or use --list, --schema or --explain KEY"
         raise UserError(f"name a recipe, as `windlass recipe quickstart`, {choice}")
-
-
-def study_recipe(recipe: str, overrides: list[str]) -> tuple[Recipe, str, int] | None:
-    """The recipe of a preset of studies, a line about it, and its cells' ranks (0: they differ)."""
-    from windlass.recipe import study_presets, typed
-
-    if not (study := study_presets().get(recipe)) or Path(recipe).exists():
-        return None
-    from windlass.study.study import load_study
-
-    verb = tomllib.loads(study.read_text(encoding="utf-8"))["verb"]
-    loaded, options, _ = load_study(recipe, verb, overrides)
-    shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
-    line = f"# a study of this recipe: windlass {verb} {recipe} ({shown})"
-    return loaded, line, options.get("world", 0)
 
 
 def prepare(recipe: RecipeName, overrides: Overrides) -> None:
@@ -173,20 +153,15 @@ def plan(
     memory_bytes = int(memory * 1e9) or None
     target: dict[str, Any] = {"device": device, "memory_bytes": memory_bytes}
     target |= {"past": past, "per_host": per_host}
-    if study := study_recipe(recipe, overrides):
-        result = make_plan(study[0], **target, world=world or study[2])
-    else:
-        result = make_plan(recipe, overrides, **target, world=world)
+    result = make_plan(recipe, overrides, **target, world=world)
     shown = result.as_dict()
     if law:
         ladder = open_ladder(law)
-        predicted = ladder.predict(study[0] if study else Recipe.load(recipe, overrides), result)
+        predicted = ladder.predict(Recipe.load(recipe, overrides), result)
         shown["law"] = predicted._asdict() | {"unit": ladder.unit}
     if json_:
         print_json(shown)
         return
-    if study:
-        typer.echo(study[1])
     print_plan(result, rich_console(sys.stdout))
     if law:
         typer.echo(f"validation loss in {ladder.unit} by the law of {law}: {predicted}")

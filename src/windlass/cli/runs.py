@@ -167,19 +167,15 @@ def show_published(table: Table | None) -> None:
 
 
 def show_study(study: Study) -> None:
-    """Print the published table of a study's preset, if any, and where MLflow shows its runs."""
+    """Print the published table of a study's preset, if any."""
     from windlass.reports.published import of_study
-    from windlass.telemetry.backends import mlflow_store
 
     show_published(of_study(study))
-    if "mlflow" in study.recipe.telemetry.trackers:
-        typer.echo(f"mlflow: {mlflow_store(study.path / 'runs')[1]}")
 
 
 def track(
     run: Annotated[str, Argument(metavar="RUN|STUDY", help="A run, or a study: all its runs.")],
     to: str = Option(..., metavar="wandb|mlflow|tensorboard", help="The tracker."),
-    timeout: float = Option(0.0, min=0, help="Seconds to wait for the tracker; 0: no limit."),
 ) -> None:
     """Replay a run into W&B, MLflow or TensorBoard.
 
@@ -196,5 +192,5 @@ def track(
         cells = map(study.run_of, study.cells)
         runs = [cell.path for cell in cells if cell.metrics_path.is_file()]
     for path in runs:
-        for note in trackers.track(path, to, timeout):
+        for note in trackers.track(path, to):
             say(note.text)

@@ -33,31 +33,20 @@ parallel.world=1,2,4                 ranks of a cell; overrides --world
 StudyName = Annotated[
     str, Argument(metavar="RECIPE|STUDY", help="The recipe of all cells, a study, or its preset.")
 ]
-Settings = Annotated[
-    list[str],
-    Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="A setting of all cells.",
-        default_factory=list,
-        show_default=False,
-    ),
-]
 RetryFailed = Annotated[bool, Option("--retry-failed", help="Train failed cells again.")]
-Only = Annotated[int, Option(hidden=True, help="Train one cell, as a task of an array job.")]
 
 
 def sweep(
     recipe: StudyName,
     axes: list[str] = Argument(None, metavar="KEY=A,B,C", help="Axes; see below."),
     *,
-    set_: Settings,
+    set_: list[str] = Option([], "--set", metavar="KEY=VALUE", help="A setting of all cells."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-HASH."),
     world: int = Option(0, min=0, help="Ranks of each cell; 0: as the study has it, or 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
     retry_failed: RetryFailed = False,
     create: bool = Option(False, "--create", help="Create the study for `windlass submit STUDY`."),
-    only: Only = -1,
+    only: int = Option(-1, hidden=True, help="Train one cell, as a task of an array job."),
     launch: bool = Option(False, hidden=True, help="A cell has all ranks of the allocation."),
     json_: Json = False,
 ) -> int:

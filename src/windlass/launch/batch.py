@@ -87,9 +87,6 @@ fi
 def render(job: Job, site: Site, scheduler: str) -> str:
     """The batch script of a job, for a scheduler of `SCHEDULERS`."""
     chosen = SCHEDULERS[scheduler]
-    if odd := sorted(set(str(job.logs)) & set(chosen.UNWRITABLE)):
-        problem = f"{str(job.logs)!r} has {' and '.join(map(repr, odd))}"
-        raise UserError(f"{problem}, which an option of {chosen.TITLE} cannot have: rename it")
     replaced = {chosen.option(line) for line in site.directives}
     values = chosen.options(job, site).items()
     header = [template.format(value) for template, value in values if value]

@@ -38,7 +38,7 @@ class Site(BaseModel):
     time: str = Field("", pattern=f"^({TIME})?$")
     """The default of `--time`, as HH:MM:SS."""
     gpus_per_node: int = Field(0, ge=0)
-    """GPUs of a node: default and maximum of `--gpus-per-node`; 0: not given."""
+    """GPUs of a node: the default of `--gpus-per-node`; 0: not given."""
     cpus_per_rank: int = Field(0, ge=0)
     """Cores for each rank; 0: 4 for a rank with a GPU, else 1."""
     memory_per_rank: int = Field(-1, ge=-1)

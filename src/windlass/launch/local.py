@@ -24,7 +24,6 @@ SETTLE_SECONDS = 2.0  # for the other ranks to fail by themselves, and to report
 TERM_SECONDS = 5.0
 KILL_SECONDS = 2.0  # for a rank to end after SIGKILL, unless the kernel waits for a disk or device
 STOP_SECONDS = 60.0  # for the other ranks after the first one stopped: trackers of rank 0 finish
-IDLE_STARTS = 2  # in a row without a new step, after which another restart would not help
 TAIL_LINES = 30
 FINAL_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no restart changes them
 GOOD_CODES = (errors.DONE, errors.STOPPED)
@@ -39,13 +38,11 @@ def launch(
 ) -> int:
     """Run `command` on local ranks, with torchrun's variables; the exit code of all of them.
 
-    Bad input, a stop by a signal, and two starts in a row without a new step cause no restart. A
-    restart with smaller micro-batches, because memory ran out, does not count.
+    Bad input and a stop by a signal cause no restart. A restart with smaller micro-batches, because
+    memory ran out, does not count.
     """
     attempt = 0
     restarts = 0
-    reached = 0  # the last step of all starts
-    idle = 0  # starts in a row without a new step
     log = log or functools.partial(print, file=sys.stderr, flush=True)
     received = list[int]()  # signals to pass on, in their order
     with processes.catch_signals(SIGNALS, received.append):
@@ -58,15 +55,8 @@ def launch(
                 except BaseException:
                     group.kill()
                     raise
-                step = group.last_step()
             final = code in (*GOOD_CODES, *FINAL_CODES) or group.forwarded
             if final or (restarts == max_restarts and not group.again):
-                return code
-            moves = step > reached or group.again  # smaller micro-batches come to an end
-            idle = 0 if moves else idle + 1
-            reached = max(step, reached)
-            if idle == IDLE_STARTS:
-                log(f"windlass: {idle} starts in a row made no new step: not started again")
                 return code
             attempt += 1
             if group.again:
@@ -248,11 +238,6 @@ class Group:
     def report(self, what: str, rank: int) -> dict[str, Any]:
         """The last `status` of a rank, or the `failure` that ended it; empty if there is none."""
         return read_json(self.watch_dir / f"{what}-{rank}.json")
-
-    def last_step(self) -> int:
-        """The last step that a rank has done."""
-        reports = (self.report("status", rank) for rank in range(self.world))
-        return max(r.get("step", 0) - (r.get("phase") in processes.STEP_PHASES) for r in reports)
 
     def _settle(self, seconds: float) -> None:
         until = time.monotonic() + seconds

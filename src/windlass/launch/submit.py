@@ -74,9 +74,6 @@ def read_site(path: Path | None = None) -> Site:
             lines.append(f"  {name} {wrong}")
         lines.append(f"  The keys are {', '.join(sorted(Site.model_fields))}")
         raise UserError("\n".join(lines)) from None
-    if site.scheduler and site.scheduler not in SCHEDULERS:
-        names = ", ".join(SCHEDULERS)
-        raise UserError(f"{file}: scheduler = {site.scheduler!r}: write one of {names}")
     if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
         raise UserError(
             f"{file}: environment has {', '.join(secret)}, but others may read a batch script: "
@@ -90,7 +87,7 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
     installed = [name for name, one in SCHEDULERS.items() if shutil.which(one.SUBMIT)]
     name = asked or site.scheduler or (installed[0] if installed else "")
     if name and name not in SCHEDULERS:
-        raise UserError(f"--scheduler {name}: write {', '.join(SCHEDULERS)}")
+        raise UserError(f"scheduler {name}: write {' or '.join(SCHEDULERS)}")
     if not name or (name not in installed and not dry_run):
         wanted = [SCHEDULERS[name]] if name else SCHEDULERS.values()
         programs = " or ".join(f"{one.SUBMIT} ({one.TITLE})" for one in wanted)
@@ -116,9 +113,6 @@ def make_job(
     if not gpus and not on_cpu:
         choice = f"write --gpus-per-node N (or gpus_per_node in {site_file()})"
         raise UserError(f"how many GPUs has a node? {choice}, or parallel.device=cpu")
-    if site.gpus_per_node and gpus > site.gpus_per_node:
-        most = f"a node of this site has {site.gpus_per_node} (gpus_per_node)"
-        raise UserError(f"--gpus-per-node {gpus}: {most}")
     if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
     limit = asked.time or site.time

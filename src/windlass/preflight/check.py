@@ -14,25 +14,22 @@ import statistics
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from windlass import __version__, hub
+from windlass import __version__
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
 from windlass.estimate.collectives import Collective
-from windlass.model.quantised import FLOAT8_CAPABILITY
 from windlass.parallel.connect import init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.ranks import Ranks
-from windlass.preflight.findings import PROBLEM, WARNING, Finding, findings_of
-from windlass.processes import nvml_handle
+from windlass.preflight.findings import PROBLEM, Finding, findings_of
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.telemetry.environment import describe_rank
@@ -64,8 +61,7 @@ def collectives(
 
     `size` is as `Collective` has it, `seconds` a median, `algbw` and `busbw` in GB/s.
     """
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
+    world = dist.get_world_size(group)
     # torch 2.13 renamed these two, and warns about the old names
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -73,20 +69,10 @@ def collectives(
     for size in sizes:
         count = max(1, size // 4 // world) * world  # float32
         whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
-        other = torch.empty_like(whole)
-
-        def exchange(whole: torch.Tensor, other: torch.Tensor) -> None:
-            send = dist.P2POp(dist.isend, whole, to, group)
-            receive = dist.P2POp(dist.irecv, other, source, group)
-            for work in dist.batch_isend_irecv([send, receive]):
-                work.wait()
-
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": partial(dist.all_reduce, whole, group=group),
             "all_gather": partial(gather, whole, part, group=group),
             "reduce_scatter": partial(scatter, part, whole, group=group),
-            "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
-            "send_recv": partial(exchange, whole, other),
         }
         for name, call in calls.items():
             show(f"{name} {size:,} bytes")
@@ -122,7 +108,6 @@ def _median_seconds(
 CPU_SIZES: tuple[int, ...] = (2**16, 2**20, 2**24)
 GPU_SIZES, GATE_SIZE = (2**20, 2**25, 2**29), 2**32
 PROBE_BYTES = 64_000_000  # written and synchronised to measure a disk
-CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -157,15 +142,9 @@ def check(recipe: Recipe, gate: bool, show: Callable[[str], None]) -> Check:
     env = detect_env()
     with init_ranks(env, recipe.replace("parallel.strategy=auto", NO_LAYOUT)) as ranks:
         show("machine and packages")
-        facts = {**facts_of_rank(ranks, recipe), "disks": probe_disks(ranks, recipe)}
+        facts = {**facts_of_rank(ranks), "disks": probe_disks(ranks, recipe)}
         show("matrix products")
         facts["tflops"] = matrix_products(ranks.device)
-        show("memory")
-        # A copy that is larger than the caches.
-        original = torch.ones(2**28 if ranks.device.type == "cuda" else 2**25, device=ranks.device)
-        copy = partial(torch.empty_like(original).copy_, original)
-        facts["memory_gb_s"] = 2 * original.nbytes / _median_seconds(copy, ranks.device) / 1e9
-        del original, copy
         rates = list[dict[str, Any]]()
         if env.world > 1:
             rates = measure_groups(ranks, message_sizes(ranks, gate), show)
@@ -173,11 +152,10 @@ def check(recipe: Recipe, gate: bool, show: Callable[[str], None]) -> Check:
         rates = slowest(itertools.chain(*ranks.all_gather_object("rates", rates)))
     all_reduce = [r for r in rates if r["group"] == "all ranks" and r["collective"] == "all_reduce"]
     busbw = max(all_reduce, key=lambda r: r["size"])["busbw"] if all_reduce else None
-    findings = [*findings_of(everyone), *services(recipe, os.environ)]
-    return Check(findings, everyone, rates, busbw)
+    return Check(list(findings_of(everyone)), everyone, rates, busbw)
 
 
-def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
+def facts_of_rank(ranks: Ranks) -> dict[str, Any]:
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
@@ -187,39 +165,27 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
         "torch": torch.__version__,
         "windlass": __version__,
         "code": code.hexdigest()[:12],
-        "config": recipe.config_hash[:12],
         "cuda": torch.version.cuda or "",
         "cuda_available": torch.cuda.is_available(),
         "gpus": torch.cuda.device_count(),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "shm_gb": None,
-        "precisions": ["fp32"],
     }
     with contextlib.suppress(OSError):
         facts["shm_gb"] = shutil.disk_usage("/dev/shm").total / 1e9
     if ranks.device.type == "cuda":
         properties = torch.cuda.get_device_properties(ranks.device)
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        has_float8 = (properties.major, properties.minor) >= FLOAT8_CAPABILITY
         facts |= {
             "capability": [properties.major, properties.minor],
             "built_for": torch.cuda.get_arch_list(),
             "free_gb": torch.cuda.mem_get_info(ranks.device)[0] / 1e9,
             "total_gb": properties.total_memory / 1e9,
-            "precisions": ["fp32", "fp16", *["bf16"] * has_bf16, *["float8"] * has_float8],
         }
         with contextlib.suppress(Exception):  # no library, or the driver does not answer
             import pynvml as nvml
 
             nvml.nvmlInit()
             facts["driver"] = str(nvml.nvmlSystemGetDriverVersion())
-            handle = nvml_handle(nvml, str(properties.uuid))
-            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-            slow = {"power brake": 0x80, "hardware slowdown": 0x08, "too hot": 0x20 | 0x40}
-            facts["throttled"] = [name for name, bits in slow.items() if reasons & bits]
-            kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-            errors = nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC)
-            facts["ecc_errors"] = errors
     return facts
 
 
@@ -296,27 +262,3 @@ def slowest(rates: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         key = row["group"], row["collective"], row["size"]
         rows[key] = min(rows.get(key, row), row, key=lambda row: row["busbw"])
     return list(rows.values())
-
-
-def services(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether this host can reach the trackers and the Hub that the recipe needs."""
-    wanted = {}
-    if "wandb" in recipe.telemetry.trackers and environ.get("WANDB_MODE", "online") == "online":
-        advice = "set WANDB_MODE=offline; `windlass track` sends it later"
-        wanted["W&B"] = environ.get("WANDB_BASE_URL") or "https://api.wandb.ai", advice
-    uri = environ.get("MLFLOW_TRACKING_URI", "")
-    if "mlflow" in recipe.telemetry.trackers and uri.startswith("http"):
-        wanted["MLflow"] = uri, "unset MLFLOW_TRACKING_URI to write to a local file"
-    tokenizer = recipe.data.tokenizer
-    names = [recipe.model.name] if recipe.model.kind == "hf" else []
-    names += [tokenizer.removeprefix("hf:")] if tokenizer.startswith("hf:") else []
-    online = environ.get("HF_HUB_OFFLINE", "0") in ("", "0")
-    if online and any(name and not Path(name).exists() for name in names):
-        advice = "download first, then set HF_HUB_OFFLINE=1"
-        wanted["Hugging Face Hub"] = environ.get("HF_ENDPOINT") or hub.HUB, advice
-    for name, (url, advice) in wanted.items():
-        try:
-            yield Finding(name, f"{hub.connect(url, CONNECT_SECONDS)} can be reached")
-        except OSError as error:
-            text = f"{urlsplit(url).hostname} cannot be reached: {error}"
-            yield Finding(name, text, WARNING, advice)

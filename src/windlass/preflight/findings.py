@@ -34,15 +34,12 @@ def findings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     code = {one["rank"]: f"{one['windlass']} ({one['code']})" for one in ranks}
     versions = {one["rank"]: f"{one['python']}, {one['torch']}" for one in ranks}
     yield same("Windlass", code, hosts)
-    yield same("recipe", {one["rank"]: one["config"] for one in ranks}, hosts)
     yield same("Python and torch", versions, hosts)
     for one in ranks:
         where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
         yield from (replace(x, name=f"{x.name}{where}") for x in gpu(one))
     if "driver" in ranks[0]:
         yield Finding("driver", f"{ranks[0]['driver']}, torch's CUDA {ranks[0]['cuda']}")
-    precisions = set.intersection(*(set(one["precisions"]) for one in ranks))
-    yield Finding("precisions", ", ".join(sorted(precisions)))
     for name in ranks[0]["disks"]:
         yield disk(name, [(one["host"], one["disks"][name]) for one in ranks], len(nodes))
     for one in nodes.values():
@@ -110,18 +107,13 @@ def limits(shm_gb: float | None, files: int) -> Iterator[Finding]:
 
 
 def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
-    """Architecture, memory, memory errors and clock rate of a rank's GPU; none for a CPU."""
+    """Architecture and memory of a rank's GPU; none for a CPU."""
     if "capability" not in one:
         return
     capability = tuple(one["capability"])
     text, advice = code_for(one["name"], capability, one["built_for"], one["torch"], one["cuda"])
     yield Finding("device", text, PROBLEM if advice else OK, advice)
     yield Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free")
-    if errors := one.get("ecc_errors"):
-        yield Finding("ECC", f"{errors} uncorrected errors", PROBLEM, "take this GPU out of use")
-    if reasons := one.get("throttled"):
-        text = f"throttled: {', '.join(reasons)}"
-        yield Finding("clock rate", text, WARNING, "the GPU is slowed down")
 
 
 def code_for(

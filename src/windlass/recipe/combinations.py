@@ -36,8 +36,6 @@ def arithmetic(r: Any) -> Problems:
         yield "parallel.tensor", 'float8 scales whole matrices: write 1, or train.precision="bf16"'
     if r.model.kernels == "liger" and r.parallel.tensor > 1:
         yield "model.kernels", 'Liger reads whole layers: write "torch", or parallel.tensor=1'
-    if r.model.kernels == "liger" and r.train.precision == "fp64":
-        yield "model.kernels", 'Liger computes in float32: write "torch", or drop train.precision'
     if r.train.stream == "bf16" and r.train.precision not in ("auto", "bf16"):
         yield "train.stream", 'it needs train.precision="bf16": write that, or "fp32" here'
 
@@ -98,12 +96,6 @@ def sources(r: Any) -> Problems:
     web = ("http://", "https://")
     if any(name.startswith(web) for name in d.sources) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
-    if any(name.startswith(web) for name in d.eval_sources):
-        yield "data.eval_source", "Windlass downloads only data.source: give the path of a file"
-    if d.revision and not any(name.startswith("hf:") for name in d.sources):
-        yield "data.revision", "only a source hf:NAME has revisions: drop it"
-    if d.streaming and not all(name.startswith("hf:") for name in d.sources):
-        yield "data.streaming", "only sources hf:... are streamed"
     are_hub = {name.startswith("hf:") for name in d.sources}
     if d.eval_split and not (d.mix or any(d.eval_sources)) and len(are_hub) == 2:
         problem = "only a source hf:NAME has splits, and data.source has others"
@@ -128,13 +120,9 @@ def items(r: Any) -> Problems:
     names = [*d.sources, *d.eval_sources]
     if d.separator and not ("text" in formats and any(map(is_file, names))):
         yield "data.separator", "only text files have documents between separators: drop it"
-    if d.shards_dtype != "auto" and not any(name.startswith("shards:") for name in names):
-        yield "data.shards_dtype", "only a source shards:... has a type of its ids: drop it"
     for key in ("answers", "chat_template", "chat_template_kwargs"):
         if getattr(d, key) not in ("auto", "", {}) and "chat" not in formats:
             yield f"data.{key}", 'it is for conversations: write data.format = "chat", or drop it'
-    if d.columns and set(formats) == {"text"}:
-        yield "data.columns", "it renames fields of conversations; a text has data.text_key"
 
 
 def is_file(source: str) -> bool:
@@ -183,8 +171,6 @@ def evaluations(r: Any) -> Problems:
         more = json.dumps([*suites, suite], separators=(",", ":"))
         write = f'write eval.suites={more}, or checkpoint.best="loss"'
         yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
-    if r.eval.train_batches and sections.LOSS_SUITE not in r.eval.suites:
-        yield "eval.train_batches", "eval.suites lacks the suite loss: add it, or write 0"
 
 
 def batch(r: Any) -> Problems:
@@ -247,8 +233,6 @@ def optimizer(r: Any) -> Problems:
         yield "optim.options", f'only optimizers of a library have options, not "{kind}": drop them'
     if kind == "muon" and r.model.lora.rank:
         yield "optim.kind", "muon orthogonalises whole matrices; train adapters with adamw"
-    if kind == "adamw8bit" and r.train.precision == "fp64":
-        yield "optim.kind", 'it updates in float32: write "adamw", or another train.precision'
     if kind == "adamw8bit" and r.parallel.tensor > 1:
         problem = "parallel.tensor divides the blocks of 8-bit moments"
         yield "optim.kind", f'{problem}: write "adamw", or parallel.tensor=1'

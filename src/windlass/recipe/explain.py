@@ -1,4 +1,4 @@
-"""The explanation of a setting: meaning, values, origin; and a first recipe to edit."""
+"""The explanation of a setting; and a first recipe to edit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from types import MappingProxyType
 
 from windlass.errors import UserError
 from windlass.recipe.keys import nearest, rows_of, values
-from windlass.recipe.layers import flatten, layers, parse_override, typed
+from windlass.recipe.layers import flatten, parse_override, typed
 from windlass.recipe.load import Recipe, settings
 
 
 def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) -> str:
-    """Describe a setting, with a recipe's value and each place that sets it, or each setting of a
-    section in a line. UserError suggests a valid key for an unknown one."""
+    """Describe a setting, with a recipe's value, or each setting of a section in a line. UserError
+    suggests a valid key for an unknown one."""
     fields = settings()
     loaded = Recipe.load(recipe, overrides) if recipe else Recipe()
     plain = loaded.model_dump(mode="json", by_alias=True)
@@ -39,14 +39,7 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
         return f"{key}\n{about}\n\nvalues    {values(rows[key])}{default}"
     if key not in fields:
         raise UserError(f"{key} is not a setting; {nearest(key, fields)}")
-    sources = layers(recipe, overrides) if recipe else []
-    given = [f"{typed(layer[key])} ({name})" for name, layer in sources if key in layer]
-    facts = {
-        "values": values(fields[key]),
-        "default": typed(fields[key].default),
-        "set to": ", then ".join(given),
-    }
-    shown = [f"{name:<9} {text}" for name, text in facts.items() if text]
+    shown = [f"values    {values(fields[key])}", f"default   {typed(fields[key].default)}"]
     description = " ".join(fields[key].description.split())
     keys = [f"  {k}: {' '.join(row.description.split())}" for k, row in rows.items()]
     return "\n".join([f"{key} = {flat[key]}", description, "", *shown, *keys])

@@ -8,7 +8,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -32,31 +32,21 @@ def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
     return tools
 
 
-def answers_of(key: str, fields: Iterable[str]) -> dict[str, str]:
-    """Our keys (or `key=value`) for a key of other tools, each with a remark.
-
-    The whole key counts first, then its name without the section. A name alone may also be the end
-    of a key of another tool, unless it is the end of one of ours (`fields`).
-    """
-    tools = other_tools().values()
+def answers_of(key: str) -> dict[str, str]:
+    """Our keys (or `key=value`) for a key of other tools, or for its name without the section, each
+    with a remark."""
     for name in (key, key.rpartition(".")[2]):
-        if found := [keys[name] for keys in tools if name in keys]:
-            return _first_remarks(found)
-    if any(field.endswith(f".{key}") for field in fields):
-        return {}
-    pairs = [pair for keys in tools for pair in keys.items()]
-    return _first_remarks(answer for other, answer in pairs if key == other.rpartition(".")[2])
-
-
-def _first_remarks(answers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    remarks: dict[str, str] = {}
-    for ours, remark in answers:
-        remarks.setdefault(ours, remark)
+        remarks: dict[str, str] = {}
+        for keys in other_tools().values():
+            if name in keys:
+                remarks.setdefault(*keys[name])
+        if remarks:
+            break
     return remarks
 
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
-    if answers := answers_of(key, fields):
+    if answers := answers_of(key):
         return [ours.partition("=")[0] for ours in answers]
     parts = key.split(".")
     for start in range(len(parts)):  # `lora.rank` is the end of `model.lora.rank`
@@ -74,7 +64,7 @@ def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
 
 def nearest(key: str, fields: Mapping[str, Any]) -> str:
     """The answer to an unknown key: a setting to write instead, or the names in its section."""
-    if answers := answers_of(key, fields):
+    if answers := answers_of(key):
         words = []
         for ours, remark in answers.items():
             note = f" ({remark})" if remark else ""

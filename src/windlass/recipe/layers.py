@@ -218,16 +218,14 @@ def _find(recipe: str | Path) -> Path:
     raise UserError(f"{name} is not a preset; {hint} (or give a path to a .toml)")
 
 
-def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[str, Any]]]:
+def layers(recipe: str | Path, overrides: Changes) -> list[dict[str, Any]]:
+    """The dotted settings of a recipe's files and of `overrides`; later ones replace earlier."""
     path = _find(recipe)
-    shipped = presets().values()
     preset = path.stem if path.stem != "recipe" else path.resolve().parent.name
-    files = [
-        (f"preset {p.stem}" if p in shipped else str(p), settings) for p, settings in _files(path)
-    ]
+    files = _files(path)
     if path.name == RECIPE and any((path.parent / name).is_file() for name in RUN_FILES):
-        files.append(("the run's path", {"run.dir": str(path.parent)}))
-    return [("file's name", {"preset": preset}), *files, ("command line", dotted(overrides))]
+        files.append({"run.dir": str(path.parent)})
+    return [{"preset": preset}, *files, dotted(overrides)]
 
 
 def recorded(path: Path) -> dict[str, Any]:
@@ -255,8 +253,8 @@ def check_preset(settings: dict[str, Any], where: str) -> None:
         raise UserError(f"{where}: preset is only a name; {advice}")
 
 
-def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
-    """The files that a recipe's file extends, then the file, each with its dotted settings."""
+def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """The dotted settings of the files that a recipe's file extends, then of the file."""
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
     try:
@@ -275,18 +273,18 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
             why += "; if you delete it, Windlass writes the run's own"
         raise UserError(f"{path} cannot be read as TOML: {why}") from None
     base = tree.pop("extends", None)
-    mine = [(path, flatten(tree, keep_empty=True))]
+    mine = flatten(tree, keep_empty=True)
     if base is None:
-        check_preset(mine[0][1], str(path))
-        return mine
+        check_preset(mine, str(path))
+        return [mine]
     beside = path.parent / str(base)
     below = beside if beside.is_file() else _find(str(base))
     files = []
-    for file, settings in _files(below, (*seen, path.resolve())):
+    for settings in _files(below, (*seen, path.resolve())):
         own = settings
         if "run.base" in settings:  # a run's recipe, for another run
             home = home_of(settings["run.base"]) or Path.cwd()
             own = {key: located(key, value, home) for key, value in settings.items()}
             own = {key: own[key] for key in own if key not in ("run.base", "run.dir")}
-        files.append((file, own))
-    return files + mine
+        files.append(own)
+    return [*files, mine]

@@ -277,7 +277,7 @@ class Recipe(Frozen):
             UserError: Every problem of the recipe, each with its key.
         """
         tree: dict[str, Any] = {}
-        for _, layer in layers(recipe, overrides):
+        for layer in layers(recipe, overrides):
             base = str(tree["run"].get("base", "")) if isinstance(tree.get("run"), dict) else ""
             _put(tree, from_here(layer, base))
         return validate(tree, str(recipe))

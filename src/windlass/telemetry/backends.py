@@ -91,17 +91,6 @@ MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # MLflow's own limi
 UNKNOWN_TO_MLFLOW = re.compile(r"[^\w/.\- :]")  # in the name of a metric
 
 
-def mlflow_store(directory: Path) -> tuple[str, str]:
-    """The store for the runs of a directory, `MLFLOW_TRACKING_URI` or SQLite beside them, and the
-    server's address, or the command that starts one."""
-    default = f"sqlite:///{os.path.relpath(directory / 'mlflow.db')}"
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or default
-    shown = scrub(uri)
-    if shown.startswith("http"):
-        return uri, shown.rstrip("/")
-    return uri, f"mlflow ui --backend-store-uri {shlex.quote(shown)}  (http://127.0.0.1:5000)"
-
-
 class MLflow:
     """One MLflow run, which a tag identifies, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
     runs. MLflow cannot remove points: if a resume repeats steps, their first points stay."""
@@ -115,7 +104,12 @@ class MLflow:
         path, project = run.path.resolve(), settings["telemetry.project"]
         if project == PROJECT:
             project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
-        uri, self.hint = mlflow_store(path.parent)
+        default = f"sqlite:///{os.path.relpath(path.parent / 'mlflow.db')}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or default
+        self.hint = shown = scrub(uri).rstrip("/")
+        if not uri.startswith("http"):
+            ui = f"mlflow ui --backend-store-uri {shlex.quote(shown)}"
+            self.hint = f"{ui}  (http://127.0.0.1:5000)"
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
         if earlier := client.get_experiment_by_name(project):
@@ -206,7 +200,7 @@ class WandB:
         ours = {k: v for k, v in WANDB_SETTINGS.items() if f"WANDB_{k.upper()}" not in os.environ}
         self._run: Any = wandb.init(
             project=project,
-            group=os.environ.get("WANDB_RUN_GROUP") or settings.get("study"),
+            group=settings.get("study"),
             id=run_id,
             name=users.run_name or run.path.resolve().name,
             dir=os.environ.get("WANDB_DIR") or str(run.path),

@@ -184,13 +184,10 @@ class Console:
         if self.rank:
             return
         with self._while_terminal_is_there():
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            text = text.encode(encoding, "replace").decode(encoding)
             if self._terminal is None:
                 print(text, file=self._stream, flush=True)
                 return
-            # the text of a sample may lack spaces
-            text = terminal.wrap(text, self._terminal.width, indent, cut_words="|" in indent)
+            text = terminal.wrap(text, self._terminal.width, indent)
             self._terminal.print(text, style=style, soft_wrap=True)
 
     def _fitting(self, width: int) -> str:

@@ -134,8 +134,6 @@ def describe_launch(
     for (_, host), here in hosts.items():
         first, last, count = here[0]["rank"], here[-1]["rank"], len(here)
         numbers = f"rank {first}" if count == 1 else f"ranks {first}-{last}"
-        if last - first + 1 != count:
-            numbers = f"ranks {', '.join(str(rank['rank']) for rank in here)}"
         lines.append(f"{host}: {numbers}, {count} x {here[0]['name']}")
     facts["hosts"] = "\n".join(lines)
     titles = {"cuda": "CUDA", "nccl": "NCCL"}

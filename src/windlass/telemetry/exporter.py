@@ -128,7 +128,12 @@ class Follower:
             lines = self._raw[self._sent :]
         else:
             lines = effective(self._raw)
-            self._connect(lines)
+            self._devices.close()
+            self._devices = DeviceReader(self.run)
+            # In every tracker the run's id is a hash of its ledger's first line, which stays.
+            first = self._raw[0]
+            run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
+            self.backend = self.connect(self.run, run_id, self._settings(lines), timestamp(first))
         self._sent, self._attempt = len(self._raw), newest["attempt"]
         points = list[Point]()
         for line in lines:
@@ -139,14 +144,6 @@ class Follower:
             self.backend.write(points)
         if last:
             self.backend.close(self.run.state, timestamp(newest))
-
-    def _connect(self, lines: list[Line]) -> None:
-        self._devices.close()
-        self._devices = DeviceReader(self.run)
-        # In every tracker the run's id is a hash of its ledger's first line, which stays.
-        first = self._raw[0]
-        run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
-        self.backend = self.connect(self.run, run_id, self._settings(lines), timestamp(first))
 
     def _settings(self, lines: list[Line]) -> dict[str, Any]:
         """The hyper-parameters: the recipe, and what the start resolved."""
@@ -195,8 +192,7 @@ def name_of(field: str, line: Line) -> str:
         case "log":  # its names begin with `log.`
             return path
         case "summary":
-            repeats = field == "best_score" and line.get("best_measure", LOSS) == LOSS
-            return "" if repeats else f"summary/{path}"
+            return f"summary/{path}"
         case "eval" if of_eval(field).role not in ("count", "place"):
             suite = line.get("suite", LOSS)
             return f"eval/{path}" if suite == LOSS else f"eval/{suite}/{path}"

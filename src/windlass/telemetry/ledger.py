@@ -34,7 +34,6 @@ class Ledger:
         self.warning: str | None = None
         self._file = -1
         self._unwritten = b""
-        self._size: int | None = None  # of the file before a write that has not ended
         if enabled:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -51,8 +50,7 @@ class Ledger:
             line |= self.stamp()
         line |= {key: value for key, value in fields.items() if value is not None}
         if self.enabled:
-            encoded = encode(line).encode("utf-8", "replace") + b"\n"
-            self._unwritten += encoded  # without a call, in which a signal may come
+            self._unwritten += encode(line).encode("utf-8", "replace") + b"\n"
             self._flush()
         return line
 
@@ -78,20 +76,14 @@ class Ledger:
             self.enabled = False
 
     def _flush(self) -> bool:
-        """Write what is unwritten; whether it worked. A signal's handler may call it in the midst
-        of itself."""
-        if self._size is not None:  # it ends the process, so the interrupted call does not go on
-            written = os.fstat(self._file).st_size - self._size
-            self._unwritten, self._size = self._unwritten[written:], None
+        """Write what is unwritten; whether it worked."""
         while self._unwritten:
             try:
-                self._size = os.fstat(self._file).st_size
-                written = os.write(self._file, self._unwritten)
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
             except OSError as error:
                 problem = f"{self.path} cannot be written ({error.strerror}); tried again later"
-                self.warning, self._size = self.warning or problem, None
+                self.warning = self.warning or problem
                 return False
-            self._unwritten, self._size = self._unwritten[written:], None
         return True
 
 

@@ -73,18 +73,13 @@ def size(stream: IO[str] | None) -> os.terminal_size:
     return shutil.get_terminal_size()
 
 
-def wrap(text: str, width: int, indent: str = "    ", cut_words: bool = False) -> str:
+def wrap(text: str, width: int, indent: str = "    ") -> str:
     """Text in lines of `width` columns, with `indent` before the further lines of each line.
 
-    A wider word, such as a path, stays whole for copying, unless `cut_words` is set.
+    A wider word, such as a path, stays whole for copying.
     """
-    lines = textwrap.TextWrapper(
-        width,
-        subsequent_indent=indent,
-        drop_whitespace=not cut_words,
-        break_long_words=cut_words,
-        break_on_hyphens=False,
-    )
+    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
+    lines = textwrap.TextWrapper(width, subsequent_indent=indent, **whole)
     return "\n".join(map(lines.fill, text.split("\n")))
 
 

@@ -19,6 +19,7 @@ from windlass.recipe.settings import Tracker
 from windlass.run import Run
 
 FLUSH_SECONDS = 30.0  # the longest that trackers may take after the end of a run
+NO_LIMIT = 1e6  # seconds
 EXPORTER = (*MODULE, "windlass.telemetry.exporter")
 # of an exporter: its libraries need one core and no GPU
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -104,13 +105,12 @@ class Trackers:
             self._notes.append(Note(f"{name}: {problem}; {remedy}", warning=True))
 
 
-def track(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
+def track(run: str | Path | Run, name: str) -> list[Note]:
     """Send the part of a run's ledger that a tracker lacks; returns messages for the user.
 
     Args:
         run: A run or its directory.
         name: `tensorboard`, `mlflow` or `wandb`.
-        timeout: Seconds; 0 waits without a limit.
 
     Raises:
         UserError: There is nothing to send, or the library is missing.
@@ -122,10 +122,9 @@ def track(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
     run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
         raise UserError(f"{run.path} lacks a ledger ({run.metrics_path.name}): train first")
-    seconds = min(timeout or 1e6, 1e6)
-    trackers = Trackers(run.path, [name], seconds)
+    trackers = Trackers(run.path, [name], NO_LIMIT)
     process = trackers.processes.get(name)
-    notes = trackers.finish(seconds)
+    notes = trackers.finish(NO_LIMIT)
     if process is None or process.returncode:
         texts = [note.text for note in notes]
         raise RunFailed("\n".join([*texts, f"see {run.path / 'trackers' / name}.log"]))

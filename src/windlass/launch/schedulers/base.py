@@ -51,7 +51,6 @@ class Scheduler(Protocol):
     LAUNCHER: str = "mpiexec"  # of ranks
 
     MARK: str  # begins a line of options in a script
-    UNWRITABLE: str = "\n\\"  # characters that a path in an option cannot have
     REPEATED: str = ""  # an option that a script may have several times, each for another resource
     WRITES_LOG: bool = False  # writes `<name>_<id>.out`; else the script does
     LISTS: bool = True  # an array may leave tasks out
@@ -63,9 +62,6 @@ class Scheduler(Protocol):
     JOB_VARIABLES: str  # regular expression: variables that another shell of the job needs
     TASK_VARIABLES: str  # regular expression: the ones among them that belong to a single task
     RANK: Mapping[str, str] = {}  # variables of a rank started by its own launcher
-    STATES: Mapping[str, str] = {}  # its words for states, in ours; empty: over
-    DELETE: tuple[str, ...] = ()  # the command that ends waiting tasks
-    SIGNAL: tuple[str, ...] = ()  # the command that sends SIGUSR2 to running tasks
 
     def options(self, job: Job, site: Site) -> Mapping[str, object]:
         """Templates of option lines, and their values; an empty value leaves its line out."""
@@ -91,16 +87,11 @@ class Scheduler(Protocol):
 
     def tasks(self, job: str, state: str, ask: Ask) -> Mapping[str, str]:
         """The states of a job's tasks by their ids; of the job itself if it is not an array."""
-        return {job: state}
+        ...
 
     def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
         """The commands that end waiting tasks, and let running ones save."""
-        tasks = self.tasks(job, state, ask).items()
-        running = [task for task, word in tasks if word in ("running", "suspended")]
-        waiting = [task for task, word in tasks if word not in ("", "exiting")]
-        waiting = [task for task in waiting if task not in running]
-        deletes = [[*self.DELETE, *waiting]] if waiting else []
-        return deletes + ([[*self.SIGNAL, *running]] if running else [])
+        ...
 
     def allocation(self, environ: Mapping[str, str]) -> Allocation:
         """The hosts of this shell's job and the tasks on each (empty: unknown)."""

@@ -33,7 +33,6 @@ class PBS(Scheduler):
     MARK = "#PBS"
     REPEATED = "-l"
     LISTS = False
-    UNWRITABLE = "\n\\:"  # in `-o` a colon ends the name of a host
     JOB_SHELL = "${PBS_JOBID%%.*}"
     JOB_ID = "PBS_JOBID"
     MACHINE = "PBS_SERVER"
@@ -41,7 +40,7 @@ class PBS(Scheduler):
     LOGGED = (JOB_ID, "PBS_QUEUE", MACHINE)
     JOB_VARIABLES = r"PBS(_\w+)?|NCPUS(_\w+)?"
     TASK_VARIABLES = "PBS_(TASKNUM|NODENUM|VNODENUM)"
-    STATES: Mapping[str, str] = {
+    STATES: Mapping[str, str] = {  # in our words; empty: over
         "Q": "pending",
         "H": "held",
         "W": "waiting",
@@ -52,8 +51,6 @@ class PBS(Scheduler):
         "E": "exiting",
         "X": "",
     }
-    DELETE = ("qdel",)
-    SIGNAL = ("qsig", "-s", "SIGUSR2")
 
     def options(self, job: Job, site: Site) -> Mapping[str, object]:
         """The script writes its own log; what PBS says before and after it goes to `<job>.OU`."""
@@ -98,3 +95,11 @@ class PBS(Scheduler):
         lines = ask(["qstat", "-t", job]).splitlines()
         numbers = ((re.match(r"\d+\[(\d+)\]", line), line) for line in lines)
         return {job.replace("[]", f"[{n[1]}]"): self.state(line) for n, line in numbers if n}
+
+    def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
+        tasks = self.tasks(job, state, ask).items()
+        running = [task for task, word in tasks if word in ("running", "suspended")]
+        no_delete = ("", "exiting", "running", "suspended")
+        waiting = [task for task, word in tasks if word not in no_delete]
+        deletes = [["qdel", *waiting]] if waiting else []
+        return deletes + ([["qsig", "-s", "SIGUSR2", *running]] if running else [])
