@@ -55,7 +55,7 @@ def struck(join, layout, name, kind):
     ("layout", "name", "kind"),
     [
         ({"tensor": 2}, "blocks.0.attn.qkv.weight", "weight"),
-        ({"tensor": 2, "sequence": False}, "norm.weight", "gradient"),
+        ({"tensor": 2}, "norm.weight", "gradient"),
         ({"context": 2}, "norm.weight", "weight"),
         ({"pipeline": 2}, "blocks.0.attn.qkv.weight", "weight"),
     ],

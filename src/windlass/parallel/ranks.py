@@ -103,8 +103,7 @@ class Ranks:
         )
         sizes = recipe.sizes(self.world, self.env.local_world if self.env.nodes > 1 else 0)
         self.status.place = sizes.place(self.rank)
-        sequence = recipe.parallel.sequence and recipe.model.kind == "gpt"
-        self.mesh = Mesh(sizes, self.rank, sequence)
+        self.mesh = Mesh(sizes, self.rank)
         self.mesh.connect(self.strategy, device.type, timedelta(seconds=seconds))
         self.set_timeout(seconds)
 
