@@ -35,7 +35,6 @@ class Task:
     world: int
     output: str  # the file to which the ranks write
     branch_from: str = ""  # RUN@STEP
-    fault: str = ""  # an error for `inject`
     kill_after: int = 0  # the step after which each rank kills itself; 0: none
 
 
@@ -73,7 +72,7 @@ class ForkServer:
 
 def serve() -> None:
     """Do the tasks of the standard input, one at a time; ranks end with this process."""
-    import windlass.training.setup  # noqa: F401
+    import windlass.training.rank  # noqa: F401
 
     while line := sys.stdin.readline():
         ranks = start_ranks(Task(**json.loads(line)))
@@ -153,30 +152,5 @@ def train(task: Task) -> None:
                     time.sleep(POLL_SECONDS)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    inject(task.fault)
     callbacks = [KillAfter()] if task.kill_after else []
     windlass.train(recipe, callbacks=callbacks, branch_from=task.branch_from)
-
-
-def inject(fault: str) -> None:
-    """Put an error that other trainers have had into this process; empty: none."""
-    from windlass.parallel import collectives
-    from windlass.parallel.context import TokenPart
-
-    if not fault:
-        return
-    place, name, wrong = {
-        # Each rank divides the loss by its own number of labels.
-        "own count": (
-            collectives,
-            "count_async",
-            lambda numbers, ranks: collectives.Pending(numbers, None, None),
-        ),
-        # Norms have seen a rank's own tokens, and nobody adds up their gradients.
-        "norms": (collectives, "sum_over_tensor_ranks", lambda parameters, ranks: None),
-        # Every rank has the labels of the first part of the sequence.
-        "labels": (TokenPart, "labels", lambda part, whole: whole[:, : len(part.places)]),
-        # Each stage clips by its own norm.
-        "clipping": (collectives, "sum_over_all_ranks", lambda tensor, ranks: tensor),
-    }[fault]
-    setattr(place, name, wrong)
