@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import signal
 import time
@@ -15,6 +13,7 @@ from windlass.checkpoint.format import open_checkpoint
 from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
 from windlass.verification.bench import BATCH, MICRO, STEPS, Bench, Settings
+from windlass.verification.forkserver import wait
 
 Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
 FLOAT64 = {"train.precision": "fp64"}
@@ -54,8 +53,7 @@ def resume_exact(bench: Bench) -> Outcome:
     tried = "one process"
     if 2 in bench.worlds:
         tried += ", and kill -9 on 2 ranks"
-        bench.start("two-killed", world=2, kill_after=STEPS // 2 + 1)
-        bench.server.wait()
+        wait(bench.start("two-killed", world=2, kill_after=STEPS // 2 + 1))
         killed = bench.train("two-killed", world=2)
         two = bench.train("two", world=2)
         resumed = [event["step"] for event in killed.events if event["event"] == "resumed"]
@@ -182,14 +180,14 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
     for number in range(bench.kills):
         ranks = bench.start("killed", endless, worlds[number % len(worlds)])
         until, newest = time.monotonic() + 120, committed
-        while newest == committed and time.monotonic() < until and is_alive(ranks):
+        while newest == committed and time.monotonic() < until and ranks[0].is_alive():
             time.sleep(0.005)
             saved = (run / "checkpoints").glob("step-????????")
             newest = max((int(path.name[5:]) for path in saved), default=0)
         time.sleep(draw.random() * 0.2)
-        if is_alive(ranks):
-            os.killpg(ranks, signal.SIGKILL)
-        if any(code != -signal.SIGKILL for code in bench.server.wait()):
+        for rank in ranks:
+            rank.kill()
+        if any(code != -signal.SIGKILL for code in wait(ranks)):
             return False, f"a training ended before it was killed:\n{bench.tail('killed')}"
         choice = choose_checkpoint(run) if (run / "checkpoints").is_dir() else None
         step = choice.step if choice else 0
@@ -198,14 +196,6 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
     sizes = " or ".join(map(str, worlds))
     text = f"{plural(bench.kills, 'kill')} -9 of a run on {sizes} ranks that saves at every step"
     return lost == 0 and committed > 0, f"{text}: {lost} lost, newest {committed}"
-
-
-def is_alive(group: int) -> bool:
-    """Whether a process of a group has not ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, 0)
-        return True
-    return False
 
 
 def export_equal(bench: Bench) -> Outcome:
