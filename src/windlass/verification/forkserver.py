@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -52,6 +53,7 @@ def wait(ranks: list[ForkServerProcess]) -> list[int | None]:
 
 
 def run_rank(task: Task, rank: int, listening: socket.socket) -> None:
+    threading.Thread(target=end_with_parent, daemon=True).start()
     become_rank(task, rank, listening)
     try:
         train(task)
@@ -60,13 +62,19 @@ def run_rank(task: Task, rank: int, listening: socket.socket) -> None:
         sys.exit(FAILED)
 
 
+def end_with_parent() -> None:
+    """End this rank with the process of `start`. The fork server itself lives as long as a rank."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(FAILED)
+
+
 def become_rank(task: Task, rank: int, listening: socket.socket) -> None:
     """Have the output and the variables of a rank that `launch.local` has started."""
     output = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ[processes.PARENT] = str(os.getppid())
-    processes.exit_with_parent()
     if task.world == 1:
         return
     host, port = listening.getsockname()
