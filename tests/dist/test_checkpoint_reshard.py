@@ -41,7 +41,7 @@ WORLDS = {
         on("ddp"),
         on("shard_optim"),
         on("ddp", tensor=2),
-        on("full_shard", tensor=2, sequence=False),
+        on("full_shard", tensor=2),
         on("shard_optim", context=2),
         on("ddp", pipeline=2),
         on("full_shard", pipeline=2),

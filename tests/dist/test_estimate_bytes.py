@@ -56,7 +56,6 @@ def test_bytes_of_two_ranks():
         on(strategy="full_shard") | UNITS | {"model__tie_head": False},
         on(strategy="shard_grad_op") | UNITS,
         on(tensor=2),
-        on(tensor=2, sequence=False),
         on(context=2),  # exchanges heads
         on(context=2) | FEW_KEYS,  # gathers keys
         on(context=2, strategy="shard_optim"),
@@ -86,6 +85,6 @@ def test_bytes_of_other_layouts(again):
         on(pipeline=2, strategy="full_shard"),
         on(pipeline=2, strategy="shard_grad_op") | {"model__tie_head": False},
         on(strategy="hybrid_shard", shard_size=2),
-        on(tensor=2, sequence=False) | {"model__dropout": 0.1},
+        on(tensor=2) | {"model__dropout": 0.1},
     ]
     check(4, [cell | again for cell in cells])

@@ -121,7 +121,7 @@ def test_a_pipeline(accumulation):
         pytest.param(0, "float32", {}, marks=pytest.mark.full),
         pytest.param(8, "float32", {}, marks=pytest.mark.full),
         (8, "bfloat16", {}),
-        (8, "bfloat16", {"train__stream": "bf16", "train__precision": "bf16"}),
+        (8, "bfloat16", {"train__precision": "bf16"}),
     ],
 )
 def test_the_states_of_a_model_of_transformers(lora, files, settings, tmp_path):

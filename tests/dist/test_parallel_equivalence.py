@@ -66,7 +66,7 @@ def in_stages(strategy: str, pipeline: int = 2, **more: Any) -> Cell:
 
 STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op")
 EVERY = [on(strategy) for strategy in STRATEGIES]
-DIVIDED = [on(tensor=2), on(tensor=2, sequence=False), on(context=2)]
+DIVIDED = [on(tensor=2), on(context=2)]
 STAGES = {
     2: [in_stages("ddp"), in_stages("full_shard")],
     4: [
@@ -114,7 +114,6 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[int, list[Cell]]]] = {
             2: DIVIDED,
             4: [
                 on("shard_optim", tensor=2),
-                on("ddp", tensor=2, sequence=False),
                 on("full_shard", context=2),
                 on(tensor=4),
             ],
@@ -171,7 +170,7 @@ def test_trainings_in_float64(name, world):
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard"])
 def test_every_strategy_in_every_layout(strategy, model):
     """More than one data rank in each layout."""
-    layouts = [{"tensor": 2}, {"tensor": 2, "sequence": False}, {"context": 2}, {}]
+    layouts = [{"tensor": 2}, {"context": 2}, {}]
     cells = [on(strategy, number, **layout) for layout in layouts for number in (1, 2, 4)]
     check_cells(4, model, [*cells, in_stages(strategy)])
 
@@ -271,7 +270,7 @@ def test_rows_of_several_documents(model, shortest, monkeypatch):
     monkeypatch.setattr(equivalence, "rows", Documents)
     monkeypatch.setattr("windlass.model.attention.MASKED_TOKENS", shortest)
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
-    layouts = [*FOUR[1:3], {"tensor": 2, "sequence": False}, {"context": 2}]
+    layouts = [*FOUR[1:3], {"context": 2}]
     cells = [on("full_shard", **layout) for layout in layouts] + [on("ddp", pipeline=2)]
     check_cells(4, model, cells, wanted)
 

@@ -2,14 +2,12 @@
 
 import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from forked import forking
 from helpers import windlass
 from windlass.run import Run
 from windlass.verification import verify
@@ -25,12 +23,6 @@ from windlass.verification.proofs import (
 FULL_DIST = [pytest.mark.full, pytest.mark.dist]
 # Two threads wait for each other if the cores have other work.
 ONE_THREAD = ["train.threads=1"]
-
-
-@pytest.fixture(autouse=True)
-def forked_ranks() -> Iterator[None]:
-    with forking():
-        yield
 
 
 class Wrong(Bench):
@@ -49,10 +41,10 @@ class Wrong(Bench):
 
 
 def test_one_process_proves_resume_and_kills(tmp_path):
-    with Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,)) as bench:
-        for proof in (resume_exact, kills_lose_nothing):
-            passed, measured = proof(bench)
-            assert passed, measured
+    bench = Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,))
+    for proof in (resume_exact, kills_lose_nothing):
+        passed, measured = proof(bench)
+        assert passed, measured
 
 
 @pytest.mark.parametrize(
@@ -64,9 +56,9 @@ def test_one_process_proves_resume_and_kills(tmp_path):
     ],
 )
 def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds):
-    with Wrong(tmp_path, overrides=ONE_THREAD, worlds=worlds) as bench:
-        bench.wrong = wrong
-        passed, measured = proof(bench)
+    bench = Wrong(tmp_path, overrides=ONE_THREAD, worlds=worlds)
+    bench.wrong = wrong
+    passed, measured = proof(bench)
     assert passed is False
     assert wrong != "from-7" or "differ after: 7" in measured
 
@@ -82,12 +74,12 @@ def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return done
 
-    with Bench(tmp_path, worlds=(1,)) as bench:
-        assert export_equal(bench)[0]
-        monkeypatch.setattr(module, "export", off_by_little)
-        bench.folder = tmp_path / "again"
-        bench.folder.mkdir()
-        assert export_equal(bench)[0] is False
+    bench = Bench(tmp_path, worlds=(1,))
+    assert export_equal(bench)[0]
+    monkeypatch.setattr(module, "export", off_by_little)
+    bench.folder = tmp_path / "again"
+    bench.folder.mkdir()
+    assert export_equal(bench)[0] is False
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ import torch
 
 import windlass
 from helpers import curve, each_step, refused, tiny_recipe, write_ledger
-from windlass import Recipe, evaluate, prepare, sample, train
+from windlass import Recipe, evaluate, train
 from windlass.cli import as_typed
 from windlass.errors import RunFailed, Stopped, UserError, argument
 from windlass.run import Run
@@ -191,41 +191,19 @@ def test_a_callbacks_object_has_what_the_docs_say() -> None:
     assert {"lr", "batch", "optimizer", "epoch", "loss", "results", "path"} <= names <= there
 
 
-def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus, tmp_path):
-    def settings():
-        exact = torch.are_deterministic_algorithms_enabled()
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        return torch.get_num_threads(), torch.get_float32_matmul_precision(), exact, warns
-
-    network = os.environ.get("GLOO_SOCKET_IFNAME")
+def test_a_training_and_an_evaluation_give_the_process_its_threads_back(corpus, tmp_path):
     torch.set_num_threads(2)
-    torch.set_float32_matmul_precision("high")
-    before, during = settings(), set()
-    try:
-        changed = {
-            "model__dropout": 0.1,
-            "eval__sample_every": 1,
-            "train__threads": 1,
-            "train__deterministic": True,
-            "train__steps": 2,
-        }
-        recipe = tiny_recipe(corpus, tmp_path / "run", **changed)
-        prepare(recipe)
-        run = train(recipe, callbacks=[each_step(lambda now: during.add(settings()))])
-        assert during == {(1, "highest", True, False)} and settings() == before
-        evaluate(run, overrides=["train.threads=1"], on_result=lambda *_: during.add(settings()))
-        assert during == {(1, "highest", True, False), (1, "highest", False, False)}
-        sample(run, "a", max_tokens=3)
-        assert settings() == before
+    during = set()
+    recipe = tiny_recipe(corpus, tmp_path / "run", train__threads=1, train__steps=2)
+    seen = each_step(lambda now: during.add(torch.get_num_threads()))
+    run = train(recipe, callbacks=[seen])
+    assert during == {1} and torch.get_num_threads() == 2
+    evaluate(run, overrides=["train.threads=1"])
+    assert torch.get_num_threads() == 2
 
-        def fail(now):
-            raise ArithmeticError
+    def fail(now):
+        raise ArithmeticError
 
-        with pytest.raises(ArithmeticError):
-            train(recipe, callbacks=[each_step(fail)], fresh=True)
-        assert settings() == before
-        train(tiny_recipe(corpus, tmp_path / "ddp", parallel__strategy="ddp", train__steps=1))
-        assert os.environ.get("GLOO_SOCKET_IFNAME") == network
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        torch.use_deterministic_algorithms(False)
+    with pytest.raises(ArithmeticError):
+        train(recipe, callbacks=[each_step(fail)], fresh=True)
+    assert torch.get_num_threads() == 2

@@ -73,8 +73,6 @@ def test_activations_of_a_rank():
     assert peak(tensor=4).logits == cut
     [rank] = ranks_of(settings, VOCAB, replace(wide, tensor=4))
     assert (rank.tokens, rank.stream_tokens, rank.heads) == (n, n // 4, 1)
-    [plain] = ranks_of(settings, VOCAB, replace(wide, tensor=4, sequence=False))
-    assert plain.stream_tokens == n
     [part] = ranks_of(settings, VOCAB, replace(wide, context=4))
     assert (part.tokens, part.stream_tokens, part.heads) == (n // 4, n // 4, 4)
     by_t = [memory(MODEL, VOCAB, replace(wide, world=t, tensor=t)).activations for t in (1, 2, 4)]
@@ -107,9 +105,6 @@ def test_bytes_of_tensor_parallelism():
     assert full == {"tp": 6 * (11 * L + 4) * whole + once}
     selective = sent(world=2, tensor=2, checkpointing="selective")  # which saves the sums
     assert selective == {"tp": 6 * (10 * L + 4) * whole + once}
-    # two sums forward and two backward; one for the embedding and one for the head
-    plain = sent(world=2, tensor=2, sequence=False)
-    assert plain == {"tp": 6 * (4 * L + 2) * whole + 6 * 2 * B * T * 4}
     # matrix products in bf16; the embedding in fp32
     low = sent(world=2, tensor=2, precision="bf16")
     assert low == {"tp": 6 * ((8 * L + 2) * whole // 2 + 2 * whole) + once}

@@ -301,8 +301,7 @@ AUTOCAST_STEPS = {
     "gelu": ({"activation": "gelu", "tie_head": False}, ["optim.kind=muon"]),
     "relu": ({"activation": "relu"}, ["train.average=0.999"]),
     "relu2": ({"activation": "relu2", "qk_norm": True, "logit_cap": 5.0}, []),
-    "llama": (LLAMA, ["train.stream=bf16"]),
-    "llama, normalised": (LLAMA | {"qk_norm": True}, ["train.stream=bf16"]),
+    "llama": (LLAMA | {"qk_norm": True}, []),
 }
 
 
@@ -323,7 +322,6 @@ def test_autocast_of_cuda_raises_no_operator_of_a_step(name, documents, monkeypa
         monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
         model, cpu = GPT(recipe.model, 11), torch.device("cpu")
         initialise(model, 0)
-        model.low_stream = recipe.train.stream == "bf16"
         trainer = bare_trainer(model, recipe, Ranks(DistEnv(), cpu))
         with Functions() as functions:
             trainer.step(rows, 1.0)

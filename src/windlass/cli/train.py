@@ -122,12 +122,11 @@ def verify(
 ) -> int:
     """Prove on this machine that training is exact.
 
-    The default RECIPE is a tiny model, and all proofs take a few minutes. Each proof also shows
-    that it sees an injected error. resume: every step resumes bit-exactly. strategies, layouts:
-    data parallelism, and tensor, context and pipeline parallelism, agree with one process.
-    world: world size and accumulation change nothing but rounding (with dropout: for equal
-    micro-batches). kills: kills at random moments of a save lose no checkpoint. export: the
-    logits are equal.
+    The default RECIPE is a tiny model, and all proofs take a few minutes. resume: every step
+    resumes bit-exactly. strategies, layouts: data parallelism, and tensor, context and pipeline
+    parallelism, agree with one process. world: world size and accumulation change nothing but
+    rounding (with dropout: for equal micro-batches). kills: kills at random moments of a save lose
+    no checkpoint. export: the logits are equal.
 
     Exit codes: 0 no proof failed (some may be impossible here), 1 a proof failed, 2 bad input.
 

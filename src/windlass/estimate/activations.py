@@ -22,7 +22,7 @@ from windlass.model.quantised import Linear4bit
 from windlass.model.sharding import blocks_of
 from windlass.model.size import CHUNK_BYTES, Peaks
 from windlass.parallel.parallelize import checkpoint_activations
-from windlass.parallel.precision import LOW, lower_stream
+from windlass.parallel.precision import LOW
 from windlass.recipe import Recipe
 
 FLASH = 1  # of `torch.nn.attention.SDPBackend`
@@ -46,8 +46,6 @@ def measure_peaks(
     device, as `build_model` returns it, and cannot be used afterwards.
     """
     model: Any = network.train()
-    if recipe.train.stream == "bf16" == precision:
-        lower_stream(model)
     checkpoint_activations(blocks_of(model) or [], recipe.parallel.activation_checkpointing)
 
     def matrix(layer: Linear4bit, dtype: torch.dtype = torch.float32) -> torch.Tensor:

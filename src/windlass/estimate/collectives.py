@@ -131,23 +131,16 @@ def _of_tensor(rank: Rank) -> list[Collective]:
     # `selective` saves the sums.
     again, whole_again = layout.checkpointing != "none", layout.checkpointing == "full"
     enters, leaves = 2 * again, whole_again * (2 if m.dropout else 1)
-    if layout.sequence:
-        whole = rank.stream_tokens * t * m.width
-        sent = [
-            calls("all_gather", low * whole, steps * (blocks * (4 + enters) + rank.last)),
-            calls("reduce_scatter", low * whole, steps * (blocks * (4 + leaves) + rank.last)),
-            calls("reduce_scatter", master * whole, steps * rank.first),
-            calls("all_gather", master * whole, steps * rank.first),
-        ]
-        # Each rank has seen other tokens of the stream.
-        shard = layout.shard if layout.policy.shards_parameters else 1
-        sent.append(calls("all_reduce", master * rank.replicated / shard, 1))
-    else:
-        whole = rank.tokens * m.width
-        sent = [
-            calls("all_reduce", low * whole, steps * (blocks * (4 + leaves) + rank.last)),
-            calls("all_reduce", master * whole, steps * rank.first),
-        ]
+    whole = rank.stream_tokens * t * m.width
+    # Each rank has seen other tokens of the stream.
+    shard = layout.shard if layout.policy.shards_parameters else 1
+    sent = [
+        calls("all_gather", low * whole, steps * (blocks * (4 + enters) + rank.last)),
+        calls("reduce_scatter", low * whole, steps * (blocks * (4 + leaves) + rank.last)),
+        calls("reduce_scatter", master * whole, steps * rank.first),
+        calls("all_gather", master * whole, steps * rank.first),
+        calls("all_reduce", master * rank.replicated / shard, 1),
+    ]
     if rank.last:  # the largest logit of each token, and the sum of the exponentials
         sent.append(calls("all_reduce", max(4, low) * rank.tokens, 2 * steps))
     return sent

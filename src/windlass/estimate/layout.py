@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from windlass.model.size import MASTER_BYTES
 from windlass.recipe import Recipe
@@ -42,7 +42,6 @@ class Layout:
     reduce_each: bool | str = "auto"  # `parallel.reduce_each_micro_batch`
     workspace: int = 0  # bytes of cuBLAS
     tensor: int = 1
-    sequence: bool = True
     context: int = 1
     pipeline: int = 1
     average: bool = False  # `train.average`
@@ -130,11 +129,9 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         share=batch.share,
         reduce_each=p.reduce_each_micro_batch,
         tensor=p.tensor,
-        sequence=p.sequence,
         context=p.context,
         pipeline=p.pipeline,
         average=recipe.train.average > 0,
         compile=compiles(recipe, device),
         master=MASTER_BYTES[recipe.train.master],
-        program=replace(OURS, stream=2) if recipe.train.stream == "bf16" else OURS,
     )

@@ -42,7 +42,7 @@ class Rank:
         parts = 1 if context == 1 else context * (1 if self.by_heads else 2)
         each = -(-model.context // parts) * parts // context
         self.tokens = micro_batch * each
-        self.stream_tokens = micro_batch * -(-each // (t if layout.sequence else 1))
+        self.stream_tokens = micro_batch * -(-each // t)
 
         # Entries of a block's matrices, and of the embedding's or the head's matrix.
         self.matrices = block_matrices(model) // t

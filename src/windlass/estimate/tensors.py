@@ -151,7 +151,7 @@ class Tensors:
         """The recomputed activations and their gradients in a block's backward pass."""
         # A product of two hidden states has two gradients.
         copies = {"swiglu": 2, "relu2": 2}.get(self.model.activation, 1)
-        gathered = self.wide if self.layout.tensor > 1 and self.layout.sequence else 0
+        gathered = self.wide if self.layout.tensor > 1 else 0
         recomputed = max(0, self.block_saved() - self.saved(1))
         return recomputed + self.stream + gathered + copies * self.hidden
 

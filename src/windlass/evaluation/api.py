@@ -128,7 +128,6 @@ def _settings(
         "checkpoint.best": "loss",  # the run's own measure may be of another suite
         "telemetry.trackers": [],
         "train.precision": precision,
-        "train.stream": recipe.train.stream if precision in ("auto", "bf16") else "fp32",
     }
     if LOSS_SUITE not in suites:
         settings["eval.train_batches"] = 0

@@ -76,23 +76,9 @@ SETTINGS = {
     "apertus": LLAMA_SETTINGS,
 }
 """Our settings, and the entries of a configuration with the same meaning."""
-COMMON: dict[str, Any] = {"logit_cap": (0.0,), "final_norm": (True,)}
-ROPE: dict[str, Any] = {"position": ("rope",), "norm": ("rmsnorm",), **COMMON}
-ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "gpt2": {
-        "position": ("learned",),
-        "norm": ("layernorm",),
-        "activation": tuple(ACTIVATIONS),
-        "qk_norm": (False,),
-        **COMMON,
-    },
-    "llama": {"activation": ("swiglu",), "qk_norm": (False,), **ROPE},
-    "qwen3": {"activation": ("swiglu",), "qk_norm": (True,), "ff_bias": (False,), **ROPE},
-    "arcee": {"activation": tuple(ACTIVATIONS), "qk_norm": (False,), **ROPE},
-    "apertus": {"activation": tuple(ACTIVATIONS), "qk_norm": (True,), "ff_bias": (False,), **ROPE},
-}
-"""The values of our settings that an architecture allows. RoPE and RMSNorm have one for each choice
-of a gated feed-forward layer and of normalised queries and keys."""
+GATED = {False: "llama", True: "qwen3"}
+PLAIN = {False: "arcee", True: "apertus"}
+"""Architectures with RoPE and RMSNorm, with and without a gate, by `qk_norm`."""
 OWN_SETTINGS = (
     *("layers", "heads", "kv_heads", "width", "ff_width", "context", "norm", "final_norm"),
     *("norm_eps", "position", "rope_theta", "activation", "attn_bias", "ff_bias", "norm_bias"),
@@ -136,11 +122,13 @@ def _modules(kind: str, m: ModelSettings) -> Iterator[tuple[str, str]]:
 
 def architecture(m: ModelSettings) -> str:
     """The `model_type` in `transformers` that computes the same; empty if none does."""
-    allowed = {**ALLOWED, "gpt2": {**ALLOWED["gpt2"], "kv_heads": (0, m.heads)}}
-    for kind, keys in allowed.items():
-        if all(getattr(m, key) in values for key, values in keys.items()):
-            return kind
-    return ""
+    if m.logit_cap or not m.final_norm:
+        return ""
+    if (m.position, m.norm) == ("rope", "rmsnorm"):
+        kind = (GATED if m.activation == "swiglu" else PLAIN)[m.qk_norm]
+        return "" if m.qk_norm and m.ff_bias else kind
+    is_gpt2 = (m.position, m.norm, m.qk_norm) == ("learned", "layernorm", False)
+    return "gpt2" if is_gpt2 and m.activation in ACTIVATIONS and m.kv_heads_ == m.heads else ""
 
 
 def own_config(m: ModelSettings, vocab: int) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
-from windlass.model.quantised import product_dtype
 from windlass.model.sharding import assign, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
@@ -46,10 +45,9 @@ class Norm(nn.Module):
         # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
         weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        with kept_low(x):
-            if self.rms:
-                return F.rms_norm(x, weight.shape, weight, self.eps)
-            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        if self.rms:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
 class RotaryEmbedding:
@@ -186,7 +184,6 @@ class Pass(NamedTuple):
 class GPT(nn.Module):
     """The network with `vocab` rows in its embedding; `initialise` gives its weights values."""
 
-    low_stream = False  # the residual stream in autocast's precision (`train.stream`)
     shares_gradient = True  # a tied table has one gradient for both uses
 
     def __init__(self, settings: ModelSettings, vocab: int):
@@ -251,11 +248,7 @@ class GPT(nn.Module):
             x = self.embedding(here.tokens)
         if m.position == "learned":
             x = x + self.positions(here.positions)
-        return self.drop(self.lowered(x), here), table
-
-    def lowered(self, x: Tensor) -> Tensor:
-        """The stream, in autocast's precision with `low_stream`."""
-        return x.to(product_dtype(x)) if self.low_stream else x
+        return self.drop(x, here), table
 
     def drop(self, x: Tensor, here: Pass) -> Tensor:
         return dropped(x, self.settings.dropout if self.training else 0.0)

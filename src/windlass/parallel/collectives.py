@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from windlass.model.sharding import Peers, collective, cut_of, local_part
+from windlass.model.sharding import Peers, collective, local_part
 
 if TYPE_CHECKING:
     from windlass.parallel.ranks import Ranks
@@ -172,14 +172,12 @@ def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """After the backward pass: add up the gradients of parameters that `tp` does not cut.
 
-    Its ranks have seen other tokens (`parallel.sequence`) or other heads (norms of queries).
+    Its ranks have seen other tokens of the stream, or other heads (norms of queries).
     """
     if ranks.mesh.tp is None:
         return
-    trained = [p for p in dict.fromkeys(parameters) if p.grad is not None and not cut_of(p)]
-    every = ranks.mesh.sequence
-    partial = (p.grad for p in trained if every or hasattr(p, "has_partial_gradient"))
-    for grads in _by_kind(partial).values():
+    partial = (p for p in dict.fromkeys(parameters) if hasattr(p, "has_partial_gradient"))
+    for grads in _by_kind(p.grad for p in partial if p.grad is not None).values():
         sum_together(grads, ranks.mesh.tp)
 
 

@@ -114,9 +114,8 @@ class DividedBlock(Block):
 
 class DividedGPT(GPT):
     shares_gradient = False  # the head's gradient and the lookup's are of other ranks
-    tensor_ranks: Peers | None
+    tensor_ranks: Peers | None  # which divide the residual stream, too, in training
     context_ranks: Peers | None
-    sequence: bool  # `tensor_ranks` divide the residual stream in training
 
     def prepare(
         self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
@@ -148,7 +147,7 @@ class DividedGPT(GPT):
                 parts = 2 * context.size
                 mine = [context.rank, parts - 1 - context.rank]
         tensor = self.tensor_ranks
-        streams = tensor.size if tensor is not None and self.sequence and self.training else 1
+        streams = tensor.size if tensor is not None and self.training else 1
         multiple = streams // math.gcd(streams, len(mine))  # `streams` divides a rank's tokens
         each = -(-length // (parts * multiple)) * multiple
         every = torch.arange(parts * each, device=device)
@@ -172,7 +171,7 @@ class DividedGPT(GPT):
         return here.spans.drop(x, rate) if rate else x
 
     def end(self, x: Tensor, here: Pass, *args: Any) -> Tensor:
-        ranks = self.tensor_ranks if self.sequence and self.training else None
+        ranks = self.tensor_ranks if self.training else None
         if here.labels is None and ranks is not None:
             x = gather(x, 1, ranks)[:, : here.spans.length]  # logits need no gradient
         return super().end(x, here, *args)

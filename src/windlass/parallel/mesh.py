@@ -28,10 +28,9 @@ class Mesh:
     under `dp_shard` or `dp_replicate`. A group is None if it would have one rank.
     """
 
-    def __init__(self, sizes: Sizes, rank: int, sequence: bool = False):
+    def __init__(self, sizes: Sizes, rank: int):
         self.sizes = sizes
         self.at = sizes.coordinates(rank)
-        self.sequence = sequence  # whether the ranks of `tp` divide the residual stream along time
         self.data_rank, self.data_world = sizes.data_rank(rank), sizes.data_world
         self.counts_rows = self.at["cp"] == 0  # the ranks of `cp` have the same rows
         self.devices: DeviceMesh | None = None

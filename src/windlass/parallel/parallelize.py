@@ -29,12 +29,7 @@ from windlass.model.sharding import Cut, Peers, blocks_of, is_fsdp, with_cut
 from windlass.model.size import unit_blocks
 from windlass.parallel.mesh import Mesh
 from windlass.parallel.pipeline import keep_stages, stage_of
-from windlass.parallel.precision import (
-    LOW,
-    lower_stream,
-    raise_tables_and_norms,
-    resolve_precision,
-)
+from windlass.parallel.precision import LOW, raise_tables_and_norms, resolve_precision
 from windlass.parallel.ranks import Ranks
 from windlass.parallel.tensor import divide_gpt, divide_hf
 from windlass.recipe import Recipe
@@ -52,8 +47,6 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
     precision = resolve_precision(recipe.train.precision, ranks.device)
-    if recipe.train.stream == "bf16" == precision:
-        lower_stream(model)
     cuts, partial = divide(model, ranks.mesh)
     if ranks.mesh.pp is not None:
         keep_stages(model, ranks, recipe)
@@ -105,7 +98,7 @@ def divide(model: nn.Module, mesh: Mesh) -> tuple[dict[str, Cut], set[str]]:
         for group in (mesh.tp, mesh.cp)
     )
     if isinstance(model, GPT):
-        return divide_gpt(model, tensor, context, mesh.sequence), set()
+        return divide_gpt(model, tensor, context)
     assert tensor is not None and context is None  # the recipe rejects others for transformers
     return divide_hf(model, tensor)
 

@@ -256,7 +256,7 @@ class StagedGPT(GPT):
             return self.evaluate(tokens, labels, cache, by_source, documents)
         layers = self.pipeline.layers[self.pipeline.stage]
         here = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
-        x = self.begin(here)[0] if hidden is None else self.lowered(hidden)
+        x = self.begin(here)[0] if hidden is None else hidden
         x = self.through(x, layers, here, cache)
         if not self.pipeline.is_last:
             return x

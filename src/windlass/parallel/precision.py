@@ -1,4 +1,4 @@
-"""The precision of a model: autocast, the residual stream, and modules that compute in float32."""
+"""The precision of a model: autocast, and modules that compute in float32."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.errors import UserError
 from windlass.model.attention import HALF
-from windlass.model.gpt import GPT
-from windlass.model.hf import HfModel
 from windlass.model.quantised import Bf16Embedding
 from windlass.model.sharding import become
 from windlass.recipe import Recipe
@@ -32,25 +29,6 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     low = LOW.get(resolve_precision(recipe.train.precision, device))
     return torch.autocast(device.type, dtype=low) if low else contextlib.nullcontext()
-
-
-def lower_stream(model: nn.Module) -> None:
-    """Keep the residual stream in bf16, as the arithmetic; UserError for a user's model."""
-    if isinstance(model, GPT):
-        model.low_stream = True
-    elif isinstance(model, HfModel):  # its blocks add to the tensor that the first one gets
-        model.blocks()[0].register_forward_pre_hook(_lower_first, with_kwargs=True)
-    else:
-        problem = f"{type(model).__name__} has its own residual stream"
-        raise UserError(f'train.stream: {problem}: cast it there, and write "fp32"')
-
-
-def _lower_first(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Cast the hidden states, a block's first argument, in a pass with autocast."""
-    hidden = args[0] if args else kwargs["hidden_states"]
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    return (hidden, *args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"}
 
 
 def raise_tables_and_norms(model: nn.Module, device: torch.device) -> None:

@@ -69,7 +69,7 @@ class Ranks:
         self._failed = False
         self._timeout = 0.0  # seconds
         self._exchanges = Counter[str]()  # by name
-        self._restore = process_settings()
+        self._threads = torch.get_num_threads()  # of the process, which a training changes
 
     def join(self, store: dist.Store, settings: ParallelSettings) -> None:
         """Meet the others at a store, and start the heartbeat; DistError if a rank is missing."""
@@ -103,8 +103,7 @@ class Ranks:
         )
         sizes = recipe.sizes(self.world, self.env.local_world if self.env.nodes > 1 else 0)
         self.status.place = sizes.place(self.rank)
-        sequence = recipe.parallel.sequence and recipe.model.kind == "gpt"
-        self.mesh = Mesh(sizes, self.rank, sequence)
+        self.mesh = Mesh(sizes, self.rank)
         self.mesh.connect(self.strategy, device.type, timedelta(seconds=seconds))
         self.set_timeout(seconds)
 
@@ -207,7 +206,7 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._restore()
+        torch.set_num_threads(self._threads)
         if error is None or self.world == 1 or isinstance(error, Stopped):  # all stop together
             self.stop()
         elif not self._failed:
@@ -232,31 +231,6 @@ def exit_now(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def process_settings() -> Callable[[], None]:
-    """A function that restores the process's present settings, which a training changes."""
-    threads = torch.get_num_threads()
-    matmul = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    interface = os.environ.get(GLOO_INTERFACE)
-
-    def restore() -> None:
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(matmul)
-        use_deterministic(deterministic, warn_only)
-        os.environ.pop(GLOO_INTERFACE, None)
-        if interface is not None:
-            os.environ[GLOO_INTERFACE] = interface
-
-    return restore
-
-
-def use_deterministic(mode: bool, warn_only: bool = False) -> None:
-    now = torch.are_deterministic_algorithms_enabled()
-    if (now, torch.is_deterministic_algorithms_warn_only_enabled()) != (mode, warn_only):
-        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 def alone(device: str | torch.device | None = None) -> Ranks:

@@ -1,7 +1,7 @@
 """Tensor parallelism (arXiv 1909.08053) of our GPT and of models of `transformers`, by a plan.
 
 A cut parameter becomes a plain tensor, this rank's part. A divided module gets a subclass with the
-collectives. With `sequence` (arXiv 2205.05198) ranks also divide the residual stream along time.
+collectives. In our GPT ranks also divide the residual stream along time (arXiv 2205.05198).
 
 Legend: B batch, T time, D model width, V vocabulary.
 """
@@ -57,7 +57,7 @@ class Part(nn.Module):
     """A module with this rank's part of its parameters; comes before the module's own class."""
 
     tensor: Peers
-    sequence: bool
+    sequence: bool  # ranks divide the residual stream along time, in training
     entrance: Entrance
     held: range  # this rank's part of the dimension that is cut
     whole: int  # the size of that dimension
@@ -121,16 +121,19 @@ class DividedHead(Part):
 Cuts = dict[str, Cut]  # how parameters are cut, by their names
 
 
-def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence: bool) -> Cuts:
-    """Keep this rank's part of the parameters of our GPT, and have its modules compute it."""
+def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None) -> tuple[Cuts, set[str]]:
+    """Keep this rank's part of the parameters of our GPT, and have its modules compute it.
+
+    Returns the cuts, and the names of parameters with partial gradients.
+    """
     m: Any = model
     m.__class__ = DividedGPT
-    m.tensor_ranks, m.context_ranks, m.sequence = tensor, context, sequence
+    m.tensor_ranks, m.context_ranks = tensor, context
     for block in model.blocks if model.settings.dropout else ():
         become(block, DividedBlock)
     if tensor is None:
-        return {}
-    divider = Divider(model, tensor, sequence)
+        return {}, set()
+    divider = Divider(model, tensor, sequence=True)
     ends = [(name, name.split(".", 2)[-1]) for name in divider.modules]
     divider.apply({name: GPT_PLAN[end] for name, end in ends if end in GPT_PLAN})
     for block in model.blocks:
@@ -140,13 +143,15 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence
         divider.style(model.positions, DividedPositions)
     divider.cut_vocabulary("embedding", DividedEmbedding, model.vocab)
     model.head.piece = divider.cut_vocabulary("head", DividedHead, model.vocab)
-    return divider.keep_parts()
+    cuts = divider.keep_parts()
+    return cuts, {name for name, _ in model.named_parameters()} - cuts.keys()
 
 
 def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
-    """The same for an `HfModel`; also returns the names of parameters with partial gradients."""
+    """The same for an `HfModel`."""
     network, partial = model.model, set[str]()
-    plan, divider = tensor_plan(network, tensor.size), Divider(network, tensor)
+    plan = tensor_plan(network, tensor.size)
+    divider = Divider(network, tensor, sequence=False)
     divider.apply(plan)
     for name, style in plan.items():
         if style == SHARED:
@@ -163,7 +168,7 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
 
 
 class Divider:
-    def __init__(self, network: Any, tensor: Peers, sequence: bool = False):
+    def __init__(self, network: Any, tensor: Peers, sequence: bool):
         self.network, self.tensor, self.sequence = network, tensor, sequence
         self.modules, self.cuts = dict(network.named_modules()), Cuts()
 

@@ -36,8 +36,8 @@ def arithmetic(r: Any) -> Problems:
         yield "parallel.tensor", 'float8 scales whole matrices: write 1, or train.precision="bf16"'
     if r.model.kernels == "liger" and r.parallel.tensor > 1:
         yield "model.kernels", 'Liger reads whole layers: write "torch", or parallel.tensor=1'
-    if r.train.stream == "bf16" and r.train.precision not in ("auto", "bf16"):
-        yield "train.stream", 'it needs train.precision="bf16": write that, or "fp32" here'
+    if r.model.kernels == "liger" and r.train.precision == "fp64":
+        yield "model.kernels", 'Liger computes in float32: write "torch", or drop train.precision'
 
 
 def adapters(r: Any) -> Problems:

@@ -72,9 +72,6 @@ class TrainSettings(Section):
     master: Literal["fp32", "bf16"] = "fp32"
     """Precision of trained weights, gradients and moments. `bf16`: 8 bytes a weight instead of 16,
     with `precision = "bf16"`; updates are rounded stochastically (arXiv 2010.06192)."""
-    stream: Literal["fp32", "bf16"] = "fp32"
-    """With bf16 arithmetic: precision of the residual stream and of the norms' results.
-    `bf16` halves their memory and traffic; sums over the layers then have 8 bits."""
     tf32: bool = False
     """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits): much faster."""
     compile: bool | Literal["auto"] = "auto"
@@ -174,10 +171,8 @@ class ParallelSettings(Section):
     traffic. `auto`: true except with `shard_grad_op`."""
     tensor: int = Field(1, ge=1)
     """Ranks that divide each matrix (arXiv 1909.08053): attention heads, feed-forward width and
-    vocabulary. A model of transformers needs a `tp_plan`."""
-    sequence: bool = True
-    """With `tensor`: its ranks also divide norms, dropout and the residual stream along the
-    sequence (arXiv 2205.05198). Models of transformers keep the stream whole."""
+    vocabulary. They also divide norms, dropout and the residual stream along the sequence (arXiv
+    2205.05198), except in a model of transformers, which needs a `tp_plan`."""
     context: int = Field(1, ge=1)
     """Ranks that divide each sequence; attention exchanges heads (arXiv 2309.14509) if there are
     enough, else it gathers keys and values (arXiv 2407.21783)."""

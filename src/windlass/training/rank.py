@@ -32,7 +32,7 @@ from windlass.parallel.connect import init_process_group, init_store
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, unwrap
 from windlass.parallel.precision import resolve_precision
-from windlass.parallel.ranks import Ranks, use_deterministic
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.telemetry.console import Console
 from windlass.training.callbacks import Callbacks, UserCode
@@ -243,7 +243,8 @@ def load_state(
 
 def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
     """Configure the device until `stack` ends."""
-    use_deterministic(recipe.train.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != recipe.train.deterministic:
+        torch.use_deterministic_algorithms(recipe.train.deterministic)  # imports torch's compiler
     if recipe.data.ragged_:
         stack.enter_context(attention_without_plans())
         # Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave

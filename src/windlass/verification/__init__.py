@@ -50,10 +50,8 @@ def verify(
         raise UserError(f"{unknown[0]} is not a proof; {did_you_mean(unknown[0], PROOFS)}")
     results = []
     worlds = [w for w in (1, 2, 4, 8) if w <= most]
-    with (
-        tempfile.TemporaryDirectory(prefix="windlass-verify-") as folder,
-        Bench(Path(folder), recipe or "", overrides, worlds, kills) as bench,
-    ):
+    with tempfile.TemporaryDirectory(prefix="windlass-verify-") as folder:
+        bench = Bench(Path(folder), recipe or "", overrides, worlds, kills)
         for name, (claim, prove) in PROOFS.items():
             if only and name not in only:
                 continue

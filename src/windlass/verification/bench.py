@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from windlass.recipe import Recipe
 from windlass.recipe.layers import dotted
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
-from windlass.verification.forkserver import ForkServer, Task
+from windlass.verification.forkserver import Task, start, wait
 
 STEPS, BATCH, MICRO = 12, 8, 2
 TINY = {
@@ -59,13 +60,6 @@ class Bench:
             self.base |= dotted(TINY) | {"data.source": str(text)}
         self.base |= dotted(overrides)
         self.model = self.settings("model").model
-        self.server = ForkServer()
-
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.close()
 
     def settings(self, run: str, changes: Settings | None = None) -> Recipe:
         """The recipe of a run: the base recipe with changes."""
@@ -75,16 +69,17 @@ class Bench:
     def train(self, run: str, changes: Settings | None = None, world: int = 1, **task: Any) -> Run:
         """Train on ranks in processes of their own; `task`: more fields of the task. RuntimeError
         if a rank fails."""
-        self.start(run, changes, world, **task)
-        if any(codes := self.server.wait()):
+        if any(codes := wait(self.start(run, changes, world, **task))):
             raise RuntimeError(f"a training failed (exit codes {codes}):\n{self.tail(run)}")
         return Run(self.folder / run)
 
-    def start(self, run: str, changes: Settings | None = None, world: int = 1, **task: Any) -> int:
-        """Begin to train; returns the process group of the ranks."""
+    def start(
+        self, run: str, changes: Settings | None = None, world: int = 1, **task: Any
+    ) -> list[ForkServerProcess]:
+        """Begin to train; returns the ranks."""
         recipe, output = self.folder / f"{run}.toml", self.folder / f"{run}.out"
         recipe.write_text(self.settings(run, changes).toml(), encoding="utf-8")
-        return self.server.start(Task(str(recipe), world, str(output), **task))
+        return start(Task(str(recipe), world, str(output), **task))
 
     def tail(self, run: str) -> str:
         lines = (self.folder / f"{run}.out").read_text(errors="replace").splitlines()

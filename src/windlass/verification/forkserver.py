@@ -1,29 +1,25 @@
 """Trainings on ranks that are forks of one process, which has imported torch and computed nothing.
 
-A rank so starts in a tenth of a second instead of five. The process reads a task from each line of
-its input; it answers with the process group of the ranks, and when they have ended with their exit
-codes.
+A rank so starts in a tenth of a second instead of five.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import multiprocessing
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
+import threading
 import time
-import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from windlass import processes
-from windlass.errors import DONE, FAILED, RunFailed, UserError
+from windlass.errors import FAILED, RunFailed, UserError
 
-PYTHON = (*processes.MODULE[:-1], "-c")
+FORKS = multiprocessing.get_context("forkserver")
 POLL_SECONDS = 0.02
 
 
@@ -35,94 +31,50 @@ class Task:
     world: int
     output: str  # the file to which the ranks write
     branch_from: str = ""  # RUN@STEP
-    fault: str = ""  # an error for `inject`
     kill_after: int = 0  # the step after which each rank kills itself; 0: none
 
 
-class ForkServer:
-    def __init__(self) -> None:
-        """Start the process, which imports torch while this one goes on."""
-        self.process = subprocess.Popen(
-            [*PYTHON, "from windlass.verification.forkserver import serve; serve()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def start(self, task: Task) -> int:
-        """Start the ranks of a task; returns their process group. `wait` comes before the next."""
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(asdict(task)), file=self.process.stdin, flush=True)
-        return int(self._answer())
-
-    def wait(self) -> list[int]:
-        """The exit codes of the ranks, when all have ended; negative: a signal."""
-        codes: list[int] = self._answer()
-        return codes
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        if not (line := self.process.stdout.readline()):
-            raise RuntimeError(f"the fork server ended with exit code {self.process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        self.process.communicate()  # closes its input, and ends it
-
-
-def serve() -> None:
-    """Do the tasks of the standard input, one at a time; ranks end with this process."""
-    import windlass.training.rank  # noqa: F401
-
-    while line := sys.stdin.readline():
-        ranks = start_ranks(Task(**json.loads(line)))
-        print(json.dumps(ranks[0]), flush=True)
-        codes: dict[int, int] = {}
-        while len(codes) < len(ranks):
-            if select.select([sys.stdin], [], [], POLL_SECONDS)[0]:  # the input has ended
-                os.killpg(ranks[0], signal.SIGKILL)
-                return
-            for process in set(ranks) - codes.keys():
-                ended, status = os.waitpid(process, os.WNOHANG)
-                if ended:
-                    codes[process] = os.waitstatus_to_exitcode(status)
-        print(json.dumps([codes[process] for process in ranks]), flush=True)
-
-
-def start_ranks(task: Task) -> list[int]:
-    """Fork the ranks of a task; returns their process ids, of which the first is their group."""
-    ranks: list[int] = []
+def start(task: Task) -> list[ForkServerProcess]:
+    """Start the ranks of a task, which end with this process."""
+    FORKS.set_forkserver_preload(["windlass.training.rank"])
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
-        for rank in range(task.world):
-            if child := os.fork():
-                ranks.append(child)
-                with contextlib.suppress(PermissionError):  # the child has done it already
-                    os.setpgid(child, ranks[0])
-                continue
-            os.setpgid(0, ranks[0] if ranks else 0)
-            code = FAILED
-            try:
-                become_rank(task, rank, listening)
-                train(task)
-                code = DONE
-            except (UserError, RunFailed) as error:
-                print(error)
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(code)
+        how = [(task, rank, listening) for rank in range(task.world)]
+        ranks = [FORKS.Process(target=run_rank, args=args, daemon=True) for args in how]
+        for rank in ranks:
+            rank.start()
     return ranks
+
+
+def wait(ranks: list[ForkServerProcess]) -> list[int | None]:
+    """The exit codes of the ranks, when all have ended; negative: a signal."""
+    for rank in ranks:
+        rank.join()
+    return [rank.exitcode for rank in ranks]
+
+
+def run_rank(task: Task, rank: int, listening: socket.socket) -> None:
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    become_rank(task, rank, listening)
+    try:
+        train(task)
+    except (UserError, RunFailed) as error:
+        print(error)
+        sys.exit(FAILED)
+
+
+def end_with_parent() -> None:
+    """End this rank with the process of `start`. The fork server itself lives as long as a rank."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(FAILED)
 
 
 def become_rank(task: Task, rank: int, listening: socket.socket) -> None:
     """Have the output and the variables of a rank that `launch.local` has started."""
     output = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ[processes.PARENT] = str(os.getppid())
-    processes.exit_with_parent()
     if task.world == 1:
         return
     host, port = listening.getsockname()
@@ -137,6 +89,7 @@ def become_rank(task: Task, rank: int, listening: socket.socket) -> None:
     }
     if rank == 0:
         os.environ[processes.STORE_FD] = str(os.dup(listening.fileno()))
+    listening.close()
 
 
 def train(task: Task) -> None:
@@ -153,30 +106,5 @@ def train(task: Task) -> None:
                     time.sleep(POLL_SECONDS)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    inject(task.fault)
     callbacks = [KillAfter()] if task.kill_after else []
     windlass.train(recipe, callbacks=callbacks, branch_from=task.branch_from)
-
-
-def inject(fault: str) -> None:
-    """Put an error that other trainers have had into this process; empty: none."""
-    from windlass.parallel import collectives
-    from windlass.parallel.context import TokenPart
-
-    if not fault:
-        return
-    place, name, wrong = {
-        # Each rank divides the loss by its own number of labels.
-        "own count": (
-            collectives,
-            "count_async",
-            lambda numbers, ranks: collectives.Pending(numbers, None, None),
-        ),
-        # Norms have seen a rank's own tokens, and nobody adds up their gradients.
-        "norms": (collectives, "sum_over_tensor_ranks", lambda parameters, ranks: None),
-        # Every rank has the labels of the first part of the sequence.
-        "labels": (TokenPart, "labels", lambda part, whole: whole[:, : len(part.places)]),
-        # Each stage clips by its own norm.
-        "clipping": (collectives, "sum_over_all_ranks", lambda tensor, ranks: tensor),
-    }[fault]
-    setattr(place, name, wrong)
