@@ -483,18 +483,6 @@ def test_messages_name_the_source_of_a_mixture(tmp_path):
         open_data(recipe_for("stdlib", tmp_path / "data", mix=mix))
 
 
-def test_characters_of_a_mixture_with_conversations(tmp_path):
-    text = jsonl(tmp_path / "x.jsonl", ["abc " * 300] * 3)
-    talk = conversations(tmp_path / "talk.jsonl", 9, longest=5)
-    mix = [
-        {"name": "text", "source": str(text), "val_fraction": 0.1},
-        {"name": "talk", "source": str(talk), "format": "chat"},
-    ]
-    recipe = recipe_for("stdlib", tmp_path / "data", mix=mix, tokenizer="char", context=500)
-    tokenizer = open_data(recipe).tokenizer
-    assert tokenizer.decode(tokenizer.encode("User: Assistant: ")) == "User: Assistant: "
-
-
 # -- sources that change
 
 
