@@ -444,35 +444,6 @@ def test_bad_items_are_counted_and_listed_after_kills_and_extensions(tmp_path, k
     assert files_of(tmp_path / "broken") == files_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("bad", [[10], [110], [2410], range(0, 2500, 10)])
-def test_a_text_ends_although_a_block_of_it_cannot_be_encoded(tmp_path, monkeypatch, bad):
-    """`bad`: places of a character that the tokenizer lacks, in the first, second, last or every
-    block."""
-    monkeypatch.setattr("windlass.data.files.READ", 50)
-    monkeypatch.setattr("windlass.data.files.BLOCK", 150)
-    for name in ("a.txt", "b.txt"):  # a tokenizer of several texts ends a document
-        (tmp_path / name).write_text("abcdefghij")
-    learn = recipe_for(tmp_path / "*.txt", tmp_path / "t", tokenizer="char", val_fraction=0)
-    prepare(learn).tokenizer.save(tmp_path / "char")
-    letters = list("abcdefghi" * 300)[:2500]
-    for place in bad:
-        letters[place] = "é"
-    (tmp_path / "s0.txt").write_text("".join(letters))
-    (tmp_path / "s1.txt").write_text("j" * 30)
-    how = {"tokenizer": f"hf:{tmp_path / 'char' / 'tokenizer'}", "on_bad_item": "skip"}
-    how |= {"val_fraction": 0, "workers": 1}
-    recipe = recipe_for(tmp_path / "s*.txt", tmp_path / "data", **how)
-    data = open_data(recipe)
-    *first, second = texts_of(data)[0]
-    assert second == "j" * 30 and len(first) == (len(bad) == 1)
-    if len(bad) == 1:
-        assert 2000 < len(first[0]) < 2500 and "é" not in first[0]
-        assert data.prepared.corpora[0].index.left_out == 1
-        again = recipe.replace(f"data.dir={tmp_path / 'again'}")
-        assert killed_until_done(again, monkeypatch) > 1
-        assert files_of(tmp_path / "again") == files_of(tmp_path / "data")
-
-
 def test_messages_name_the_source_of_a_mixture(tmp_path):
     text = jsonl(tmp_path / "x.jsonl", documents(9))
     mix = [{"name": "web", "source": str(tmp_path / "missing.jsonl")}]

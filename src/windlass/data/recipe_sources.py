@@ -14,6 +14,8 @@ from windlass.recipe import DataSettings, Recipe
 
 DOWNLOADS = ".downloads"  # hidden, so that a source `data/` does not contain it
 KINDS = ("hf", "squad", "shards")
+# Settings of `data` that a `SourceSpec` also has.
+SHARED = ("text_key", "separator", "special_tokens", "answers", "on_bad_item", "shards_dtype")
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,7 @@ class SourceSpec:
     def key(self) -> dict[str, Any]:
         """The settings that determine the items and do not have their default."""
         key: dict[str, Any] = {"name": self.name, "format": self.format}
-        names = ("text_key", "split", "revision", "sha256", "separator", "special_tokens")
-        for name in (*names, "columns", "answers", "on_bad_item", "shards_dtype"):
+        for name in (*SHARED, "split", "revision", "sha256", "columns"):
             if getattr(self, name) != getattr(SourceSpec, name):
                 key[name] = getattr(self, name)
         if self.kind == "stdlib":
@@ -116,16 +117,11 @@ def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec
             name="",
             place="",
             format=data.format,
-            text_key=data.text_key,
             streaming=data.streaming,
-            separator=data.separator,
-            special_tokens=data.special_tokens,
             columns=tuple(data.columns.items()),
-            answers=data.answers,
-            on_bad_item=data.on_bad_item,
-            shards_dtype=data.shards_dtype,
             cache_bytes=int(data.cache_gb * 1e9),
             downloads=root_of(recipe) / DOWNLOADS,
+            **{name: getattr(data, name) for name in SHARED},
         )
         train = [
             replace(

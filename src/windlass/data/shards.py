@@ -162,7 +162,7 @@ class Row(NamedTuple):
     group: int = 0  # the rest of an example, as in EXAMPLE_ROW
     tail: int = 0
     reach: int = 0
-    problem: str = ""  # the reason why the item, or this block of a text, cannot be encoded
+    problem: str = ""  # the reason why the item cannot be encoded
 
 
 class ShardWriter:
@@ -190,15 +190,14 @@ class ShardWriter:
             self._shard.files.__exit__(*error)
 
     def add(self, row: Row) -> None:
-        """Append a row; one with a problem only ends a document. After a resume the first rows come
-        again: from the start of the item that the next shard begins with."""
+        """Append a row; one with a problem is counted. After a resume the first rows come again: from
+        the start of the item that the next shard begins with."""
         if row.item != self._item:
             self._item, self._rows, self._skip = row.item, 0, 0
             self._left_out = self.index.left_out
         if row.problem:
             self.index.left_out += 1
-            if row.more or not self._goes_on:
-                return
+            return
         self._rows += 1
         begins, self._goes_on = not self._goes_on, row.more
         if self._rows <= self._skip:  # a full shard has the row
