@@ -36,7 +36,6 @@ from windlass.data.directory import data_dirs
 from windlass.data.open import open_data
 from windlass.data.prepare import decide, find_prepared, prepare
 from windlass.data.shards import Index
-from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 
@@ -63,11 +62,6 @@ def files_of(directory: Path):
         for p in directory.rglob("*")
         if p.is_file() and p.name not in (".lock", "verified.json")
     }
-
-
-def packed(texts, tokenizer):
-    """The independent reference: each document after an end-of-text token."""
-    return [i for t in texts if t for i in [tokenizer.eot, *tokenizer.encode(t).tolist()]]
 
 
 def test_shakespeare_as_nanogpt_splits_and_counts_it(data_files, tmp_path):
@@ -97,19 +91,6 @@ def test_a_large_vocabulary_lies_in_32_bits_and_a_single_text_ends_at_its_limit(
     (tmp_path / "y.txt").write_text("abcdefghij" * 1000)
     limited = open_data(recipe_for(tmp_path / "y.txt", tmp_path / "one", max_tokens=2500))
     assert (limited.train.tokens, limited.val.tokens) == (2500, 1000)
-
-
-def test_documents_lie_end_to_end(tmp_path):
-    texts = documents(60)
-    directory, index = run(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data"))
-    tokenizer = load_tokenizer(directory / "tokenizer")
-    tokens = packed(texts, tokenizer)
-    assert all_tokens(directory, index).tolist() == tokens
-    starts = [i for i, token in enumerate(tokens) if token == tokenizer.eot]
-    assert Table(directory, index).edges.tolist() == [*starts, len(tokens)]
-    assert index.documents == len(starts) and index.items == len(texts) and index.complete
-    assert all(s.tokens >= 1024 for s in index.shards[:-1])
-    assert len(index.shards) > 3
 
 
 WRITERS = {

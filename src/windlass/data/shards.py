@@ -102,11 +102,6 @@ class Index(BaseModel):
         """The type of a row of the tables."""
         return EXAMPLE_ROW if self.masked else TEXT_ROW
 
-    @property
-    def full_shards(self) -> list[Shard]:
-        """The shards that more text of the source does not change."""
-        return [shard for shard in self.shards if shard.tokens >= self.shard_tokens]
-
     def _checksum(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
 
@@ -171,8 +166,9 @@ class ShardWriter:
 
     def __init__(self, directory: Path, index: Index, dtype: str):
         self.directory, self.dtype = directory, dtype
-        # Continue after the full shards: a kill may leave a short last one replaced.
-        parts = {"shards": index.full_shards, "complete": False, "left_out": index.resume.left_out}
+        # More text changes a short last shard only, so continue after the full ones.
+        full = [shard for shard in index.shards if shard.tokens >= index.shard_tokens]
+        parts = {"shards": full, "complete": False, "left_out": index.resume.left_out}
         self.index = index.model_copy(update=parts).save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
         self._shard: _NewShard | None = None  # being filled
