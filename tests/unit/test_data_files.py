@@ -107,7 +107,7 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("k.parquet", table[:-30], ["damaged"]),
         ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, ["damaged"]),
         ("n.jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", ["line 1", "JSON"]),
-        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["item 3", "does not end"]),
+        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["item 3", "JSON"]),
         ("p.json", b'[{"text": "a"}, {"te', ["item 2", "JSON"]),
         ("q.json", b'[{"text": "a"}, 12]', ["item 2", "int"]),
         ("qq.json", b"[{oops}" + b" " * 400_000 + b"]", ["item 1", "JSON"]),

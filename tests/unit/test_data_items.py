@@ -239,7 +239,7 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout, key):
 
 
 BAD_TURNS = [
-    ([SHAREGPT[1], {"frm": "gpt", "value": "x"}], ("turn 2 has no", "'frm', 'value'")),
+    ([SHAREGPT[1], {"frm": "gpt", "value": "x"}], ("turn 2", "role")),
     ([{"from": "robot", "value": "x"}], ("turn 1", "'robot'", "human", "gpt", "assistant")),
     ([{"from": ["x"], "value": "x"}], ("turn 1", "role")),
     (SHAREGPT[:2], ("no answer",)),
@@ -261,7 +261,7 @@ BAD: list[tuple[Any, tuple[str, ...]]] = [
     ({"messages": [*TALK[:2], {**TALK[2], "content": " "}]}, ("nothing to learn",)),
     ({"messages": [*TALK[:2], {**TALK[2], "weight": 0}]}, ("nothing to learn",)),
     ({"prompt": "a", "completion": " "}, ("nothing to learn",)),
-    ({"prompt": "a", "completion": []}, ("both texts",)),
+    ({"prompt": "a", "completion": []}, ("turn 1",)),
     ({"prompt": TALK, "completion": TALK[:2]}, ("nothing to learn",)),
 ]
 
@@ -391,8 +391,7 @@ def test_a_prompt_is_cut_as_training_cuts_and_does_not_know_the_answer(
         ({}, ("'answers' is missing",)),
         (squad_item("A cat.").value, ("no answer",)),
         (squad_item("A cat.", "dog").value, ("'dog'", "context")),
-        ({**squad_item("A cat.", "cat").value, "question": None}, ("texts",)),
-        ({**squad_item("A cat.", "cat").value, "id": None, "context": 3}, ("texts",)),
+        ({**squad_item("A cat.", "cat").value, "id": None, "context": 3}, ("SQuAD",)),
     ],
 )
 def test_a_bad_question_is_named_with_its_place(record, words):

@@ -281,9 +281,6 @@ def test_the_form_of_the_first_item(tmp_path):
     assert forms == [text, text, text | {"text_key": "content"}, chat, chat, chat]
     assert form_of("stdlib", "--data") == text and form_of("hf:org/name", "--data") == {}
     assert form_of("squad", "--data") == {"format": "squad"}
-    (tmp_path / "q.json").write_text('{"data": [], "version": 1}')
-    with refused("--data", "squad:"):
-        form_of(str(tmp_path / "q.json"), "--data")
     for source in (f"{tmp_path}/none.txt", f"shards:{tmp_path}/none.bin"):
         with refused("--data", "no file matches"):
             form_of(source, "--data")

@@ -272,8 +272,6 @@ def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
             problem = getattr(error, "msg", first_line(error))
             is_near_end = getattr(error, "pos", 0) > len(text) - 16
             is_cut = problem.startswith("Unterminated") or is_near_end
-            if at == len(text):
-                problem = "the array does not end"
         if is_cut and not is_end:
             more = reader.read(max(READ, len(text) - at))
             text, at, is_end = text[at:] + more, 0, not more

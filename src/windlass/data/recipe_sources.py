@@ -93,11 +93,8 @@ class Member(Generic[S]):
         return [*self.train, *self.val]
 
     def opened(self, open_source: Callable[[S], T]) -> Member[T]:
-        train, val = (
-            [open_source(one) for one in self.train],
-            [open_source(one) for one in self.val],
-        )
-        return Member(self.name, self.data, train, val)
+        train = [open_source(one) for one in self.train]
+        return Member(self.name, self.data, train, [open_source(one) for one in self.val])
 
     @property
     def held_fraction(self) -> float:
@@ -136,18 +133,17 @@ def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec
             )
             for name, place in zip(data.sources, located.sources, strict=True)
         ]
-        held = replace(common, is_val=True, setting=f"{prefix}eval_source")
+        setting = f"{prefix}eval_source"
+        val = [replace(spec, is_val=True, setting=setting, sha256="") for spec in train]
         if any(data.eval_sources):
-            held = replace(held, split=data.eval_split or data.split)
+            split = data.eval_split or data.split
+            held = replace(common, is_val=True, setting=setting, split=split)
             names = zip(data.eval_sources, located.eval_sources, strict=True)
             val = [replace(held, name=name, place=place) for name, place in names]
         elif data.eval_split and data.sources[0].startswith("hf:"):
-            held = replace(train[0], is_val=True, split=data.eval_split, setting="data.eval_split")
-            val = [replace(held, name=spec.name, place=spec.place, sha256="") for spec in train]
+            val = [replace(spec, split=data.eval_split, setting="data.eval_split") for spec in val]
         else:
-            held = replace(held, split="validation")
-            questions = [spec for spec in train if spec.name == "squad"]
-            val = [replace(held, name=spec.name, place=spec.place) for spec in questions]
+            val = [replace(spec, split="validation") for spec in val if spec.name == "squad"]
         characters = int(data.max_tokens * Fraction(str(data.val_fraction)))
         val = [replace(spec, limit=-(-characters // len(val))) for spec in val]
         members.append(Member(member, data, [] if only_val and val else train, val))

@@ -132,8 +132,6 @@ def form_of(source: str, setting: str) -> dict[str, str]:
     tables = [path for path in files if spec.kind == "files" and not is_text(path, spec)]
     first = next(read_files(replace(spec, format="chat"), tables), None)
     record = record_of(first) if first else {"text": ""}
-    if isinstance(record.get("data"), list) and "text" not in record:
-        raise UserError(f"{setting}: {source} has questions: write squad:{source}")
     if not CONVERSATION_KEYS.isdisjoint(record):
         return {"format": "chat"}
     texts = [key for key, value in record.items() if isinstance(value, str)]
