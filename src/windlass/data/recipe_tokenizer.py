@@ -149,9 +149,7 @@ def learn_characters(
         for item in source.items():
             characters.update(*texts_of(item, source.spec))
     if not characters:
-        setting = "data.mix" if recipe.data.mix else "data.source"
-        names = ", ".join(spec.name for member in members for spec in member.train)
-        raise UserError(f"{setting}: {names} hold no text")
+        raise UserError("data.source: there is no text")
     count = sum(len(member.train) for member in members)
     is_one_text = count == 1 and all(source.single_text for source in sources)
     return tokenizer_kinds.char_tokenizer(characters, with_eot=not is_one_text)
@@ -167,8 +165,7 @@ def learn_byte_pairs(
         for spec in member.train
     ]
     val = [open_source(spec, progress.note) for member in members for spec in member.val]
-    names = ", ".join(source.spec.name for source, _ in train)
-    progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs from {names}")
+    progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs")
     validated = {
         document.group for source in val for document in first_documents(source, BPE_CHARACTERS)
     }

@@ -23,7 +23,6 @@ from typing import Any
 from windlass import __version__, hub
 from windlass.data.files import (
     SHARDS,
-    TABLE_BYTES,
     check_columns,
     is_text,
     listing,
@@ -240,12 +239,9 @@ def _read_dataset(
     table: Any, spec: SourceSpec, name: str, rows: int, start: int = 0
 ) -> Iterator[Item]:
     """The rows of a data set; `rows` is 0 if it is streamed."""
-    size = max(1, int(getattr(getattr(table, "data", None), "nbytes", 0)))
-    at_once = min(1000, max(1, rows * TABLE_BYTES // size)) if rows else 64
     number = start
     try:
-        rest = table.skip(start) if start else table
-        for batch in (rest.with_format(None) if rows else rest).iter(batch_size=at_once):
+        for batch in table.skip(start).iter(batch_size=64):
             for values in zip(*batch.values(), strict=True):
                 number += 1
                 record = row_value(dict(zip(batch, values, strict=True)), spec)
