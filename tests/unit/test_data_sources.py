@@ -108,31 +108,25 @@ def test_the_key_of_a_source_has_what_determines_its_items():
 
 
 def test_a_changed_source_is_described_in_words(tmp_path):
-    folder = tmp_path / "texts"
+    folder, names = tmp_path / "texts", ("a.txt", "b/a.txt", "c.txt")
     (folder / "b").mkdir(parents=True)
-    for name in ("a.txt", "b/a.txt", "c.txt"):
+    for name in names:
         (folder / name).write_text(name)
-    spec = spec_of(folder)
     then = opened(folder).description
-    assert not changes(then, describe_source(spec))
+    assert not changes(then, describe_source(spec_of(folder)))
     moved = folder.rename(tmp_path / "moved")
-    assert not describe_source(spec)
+    assert not describe_source(spec_of(folder))
     assert not changes(then, describe_source(spec_of(moved)))
     (moved / "b/a.txt").write_text("other")
-    (moved / "c.txt").unlink()
-    (moved / "d.txt").write_text("d")
-    for name, content in (("b/a.txt", "b/a.txt"), ("c.txt", "c.txt"), ("d.txt", None)):
-        assert changes(then, describe_source(spec_of(moved))).startswith(f"{name} has changed")
-        if content is None:
-            (moved / name).unlink()
-        else:
-            (moved / name).write_text(content)
-    assert not changes(then, describe_source(spec_of(moved)))
-    (moved / "a.txt").write_text("b.txt")
-    assert changes(then, describe_source(spec_of(moved))).startswith("a.txt has changed")
+    assert "b/a.txt has changed" in changes(then, describe_source(spec_of(moved)))
+    (moved / "a.txt").unlink()
+    assert "a.txt has changed" in changes(then, describe_source(spec_of(moved)))
+    for name in (*names, "0.txt"):
+        (moved / name).write_text(name)
+    assert "0.txt has changed" in changes(then, describe_source(spec_of(moved)))
     large = {"files": [{"file": "x/a.txt", "bytes": 5, "changed_ns": 1}]}
     later = {"files": [{"file": "y/a.txt", "bytes": 5, "changed_ns": 2}]}
-    assert changes(large, later).startswith("a.txt has changed")
+    assert "a.txt has changed" in changes(large, later)
     assert changes({"commit": "abc"}, {"commit": "def"}) == "its commit is def, and was abc"
     assert not describe_source(spec_of("https://host/a.txt"))
 

@@ -32,8 +32,7 @@ READ = 1 << 18  # bytes of a file at once
 BLOCK = 1 << 20  # characters of a text in one item at most
 TABLE_BYTES = 8 << 20  # of a table at once
 # Errors of the libraries that read damaged files; pyarrow's own are among Python's.
-UNPACKING = (EOFError, zlib.error, lzma.LZMAError)
-DAMAGE = (*UNPACKING, OSError, ValueError, NotImplementedError, RecursionError, csv.Error)
+DAMAGE = (EOFError, zlib.error, lzma.LZMAError, OSError, ValueError, NotImplementedError, csv.Error)
 BETWEEN_VALUES = re.compile(r"[\s,]*")
 
 
