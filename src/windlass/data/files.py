@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 from windlass.data.items import CONVERSATION_KEYS, TO_JSON, TO_UTF8, Item, other_keys, record_of
 from windlass.data.recipe_sources import SourceSpec
 from windlass.data.tokenizer import cut_place
-from windlass.errors import UserError, first_line, is_utf8, plural
+from windlass.errors import UserError, first_line, plural
 
 TABLES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 SHARDS = (".bin", ".npy")  # token shards of other tools
@@ -41,27 +41,21 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], list[Path]]:
     top = Path(spec.path).expanduser()
     if spec.kind == "hf":
         return [path for _, files in folders(top) for path in files], []
-    if not is_utf8(str(top)):
-        raise UserError(f"{spec.setting}: the name of {shown(top)} is not UTF-8: rename it")
     endings: tuple[str, ...] = (".txt", *TABLES) if spec.format == "text" else TABLES
     if spec.kind == "squad":
         endings = (".json",)
     elif spec.kind == "shards":
         endings = SHARDS
     files, others = list[Path](), list[Path]()
-    try:
-        if os.path.isdir(top):
-            for _, inside in folders(top):
-                for path in inside:
-                    is_read = suffixes(path)[0] in endings or _is_json_of(path, spec)
-                    (files if is_read else others).append(path)
-            files.sort()
-        else:
-            paths = [top] if os.path.isfile(top) else [Path(name) for name in expand(str(top))]
-            files = [path for path in paths if os.path.isfile(path)]
-    except OSError as error:
-        problem = f"{error.filename} cannot be read ({error.strerror})"
-        raise UserError(f"{spec.setting}: {problem}") from None
+    if os.path.isdir(top):
+        for _, inside in folders(top):
+            for path in inside:
+                is_read = suffixes(path)[0] in endings or _is_json_of(path, spec)
+                (files if is_read else others).append(path)
+        files.sort()
+    else:
+        paths = [top] if os.path.isfile(top) else [Path(name) for name in expand(str(top))]
+        files = [path for path in paths if os.path.isfile(path)]
     if not files:
         problem = f"no file matches {spec.path} (of a directory: {', '.join(endings)})"
         remedy = "a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB"
