@@ -256,6 +256,8 @@ def _conversation(rest: dict[str, Any], shape: str) -> Conversation | Pair:
     tools = rest.pop("tools", None)
     if isinstance(tools, str) and tools.strip():
         tools = json.loads(tools)
+    if tools and not isinstance(tools, list):
+        raise ValueError("tools are a list")
     variables = {**(rest.pop("chat_template_kwargs", None) or {}), "tools": tools or None}
     return Conversation(messages, variables, prompt, frozenset(untrained), _with_value(rest))
 
