@@ -36,7 +36,6 @@ from windlass.data.directory import data_dirs
 from windlass.data.open import open_data
 from windlass.data.prepare import decide, find_prepared, prepare
 from windlass.data.shards import Index
-from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 
@@ -63,11 +62,6 @@ def files_of(directory: Path):
         for p in directory.rglob("*")
         if p.is_file() and p.name not in (".lock", "verified.json")
     }
-
-
-def packed(texts, tokenizer):
-    """The independent reference: each document after an end-of-text token."""
-    return [i for t in texts if t for i in [tokenizer.eot, *tokenizer.encode(t).tolist()]]
 
 
 def test_shakespeare_as_nanogpt_splits_and_counts_it(data_files, tmp_path):
@@ -97,19 +91,6 @@ def test_a_large_vocabulary_lies_in_32_bits_and_a_single_text_ends_at_its_limit(
     (tmp_path / "y.txt").write_text("abcdefghij" * 1000)
     limited = open_data(recipe_for(tmp_path / "y.txt", tmp_path / "one", max_tokens=2500))
     assert (limited.train.tokens, limited.val.tokens) == (2500, 1000)
-
-
-def test_documents_lie_end_to_end(tmp_path):
-    texts = documents(60)
-    directory, index = run(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data"))
-    tokenizer = load_tokenizer(directory / "tokenizer")
-    tokens = packed(texts, tokenizer)
-    assert all_tokens(directory, index).tolist() == tokens
-    starts = [i for i, token in enumerate(tokens) if token == tokenizer.eot]
-    assert Table(directory, index).edges.tolist() == [*starts, len(tokens)]
-    assert index.documents == len(starts) and index.items == len(texts) and index.complete
-    assert all(s.tokens >= 1024 for s in index.shards[:-1])
-    assert len(index.shards) > 3
 
 
 WRITERS = {
@@ -444,35 +425,6 @@ def test_bad_items_are_counted_and_listed_after_kills_and_extensions(tmp_path, k
     assert files_of(tmp_path / "broken") == files_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("bad", [[10], [110], [2410], range(0, 2500, 10)])
-def test_a_text_ends_although_a_block_of_it_cannot_be_encoded(tmp_path, monkeypatch, bad):
-    """`bad`: places of a character that the tokenizer lacks, in the first, second, last or every
-    block."""
-    monkeypatch.setattr("windlass.data.files.READ", 50)
-    monkeypatch.setattr("windlass.data.files.BLOCK", 150)
-    for name in ("a.txt", "b.txt"):  # a tokenizer of several texts ends a document
-        (tmp_path / name).write_text("abcdefghij")
-    learn = recipe_for(tmp_path / "*.txt", tmp_path / "t", tokenizer="char", val_fraction=0)
-    prepare(learn).tokenizer.save(tmp_path / "char")
-    letters = list("abcdefghi" * 300)[:2500]
-    for place in bad:
-        letters[place] = "é"
-    (tmp_path / "s0.txt").write_text("".join(letters))
-    (tmp_path / "s1.txt").write_text("j" * 30)
-    how = {"tokenizer": f"hf:{tmp_path / 'char' / 'tokenizer'}", "on_bad_item": "skip"}
-    how |= {"val_fraction": 0, "workers": 1}
-    recipe = recipe_for(tmp_path / "s*.txt", tmp_path / "data", **how)
-    data = open_data(recipe)
-    *first, second = texts_of(data)[0]
-    assert second == "j" * 30 and len(first) == (len(bad) == 1)
-    if len(bad) == 1:
-        assert 2000 < len(first[0]) < 2500 and "é" not in first[0]
-        assert data.prepared.corpora[0].index.left_out == 1
-        again = recipe.replace(f"data.dir={tmp_path / 'again'}")
-        assert killed_until_done(again, monkeypatch) > 1
-        assert files_of(tmp_path / "again") == files_of(tmp_path / "data")
-
-
 def test_messages_name_the_source_of_a_mixture(tmp_path):
     text = jsonl(tmp_path / "x.jsonl", documents(9))
     mix = [{"name": "web", "source": str(tmp_path / "missing.jsonl")}]
@@ -481,18 +433,6 @@ def test_messages_name_the_source_of_a_mixture(tmp_path):
     mix = [{"name": "web", "source": str(text), "eval_source": str(text)}]
     with refused("data.mix", "nothing is left"):
         open_data(recipe_for("stdlib", tmp_path / "data", mix=mix))
-
-
-def test_characters_of_a_mixture_with_conversations(tmp_path):
-    text = jsonl(tmp_path / "x.jsonl", ["abc " * 300] * 3)
-    talk = conversations(tmp_path / "talk.jsonl", 9, longest=5)
-    mix = [
-        {"name": "text", "source": str(text), "val_fraction": 0.1},
-        {"name": "talk", "source": str(talk), "format": "chat"},
-    ]
-    recipe = recipe_for("stdlib", tmp_path / "data", mix=mix, tokenizer="char", context=500)
-    tokenizer = open_data(recipe).tokenizer
-    assert tokenizer.decode(tokenizer.encode("User: Assistant: ")) == "User: Assistant: "
 
 
 # -- sources that change

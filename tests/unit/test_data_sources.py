@@ -74,8 +74,6 @@ def test_names_that_are_not_utf_8_or_too_long(tmp_path):
     assert item.value == "text" and item.place.endswith("caf\\xe9.txt")
     assert json.dumps(source.description, ensure_ascii=False).encode()
     assert not changes(source.description, again.description)
-    with refused("caf\\xe9.txt", "not UTF-8", "rename"):
-        read(os.fsdecode(name))
     for pattern in ("x" * 300, "x" * 300 + "*"):
         with refused("data.source", "no file matches"):
             read(pattern)
@@ -108,31 +106,25 @@ def test_the_key_of_a_source_has_what_determines_its_items():
 
 
 def test_a_changed_source_is_described_in_words(tmp_path):
-    folder = tmp_path / "texts"
+    folder, names = tmp_path / "texts", ("a.txt", "b/a.txt", "c.txt")
     (folder / "b").mkdir(parents=True)
-    for name in ("a.txt", "b/a.txt", "c.txt"):
+    for name in names:
         (folder / name).write_text(name)
-    spec = spec_of(folder)
     then = opened(folder).description
-    assert not changes(then, describe_source(spec))
+    assert not changes(then, describe_source(spec_of(folder)))
     moved = folder.rename(tmp_path / "moved")
-    assert not describe_source(spec)
+    assert not describe_source(spec_of(folder))
     assert not changes(then, describe_source(spec_of(moved)))
     (moved / "b/a.txt").write_text("other")
-    (moved / "c.txt").unlink()
-    (moved / "d.txt").write_text("d")
-    now = describe_source(spec_of(moved))
-    assert changes(then, now) == "b/a.txt has changed"
-    (moved / "b/a.txt").write_text("b/a.txt")
-    assert changes(then, describe_source(spec_of(moved))) == "c.txt is gone"
-    (moved / "c.txt").write_text("c.txt")
-    assert changes(then, describe_source(spec_of(moved))) == "d.txt is new"
-    now = describe_source(spec_of(moved))
-    (moved / "a.txt").write_text("b.txt")
-    assert "a.txt has changed" in changes(now, describe_source(spec_of(moved)))
+    assert "b/a.txt has changed" in changes(then, describe_source(spec_of(moved)))
+    (moved / "a.txt").unlink()
+    assert "a.txt has changed" in changes(then, describe_source(spec_of(moved)))
+    for name in (*names, "0.txt"):
+        (moved / name).write_text(name)
+    assert "0.txt has changed" in changes(then, describe_source(spec_of(moved)))
     large = {"files": [{"file": "x/a.txt", "bytes": 5, "changed_ns": 1}]}
     later = {"files": [{"file": "y/a.txt", "bytes": 5, "changed_ns": 2}]}
-    assert changes(large, later) == "a.txt has changed"
+    assert "a.txt has changed" in changes(large, later)
     assert changes({"commit": "abc"}, {"commit": "def"}) == "its commit is def, and was abc"
     assert not describe_source(spec_of("https://host/a.txt"))
 
@@ -281,9 +273,6 @@ def test_the_form_of_the_first_item(tmp_path):
     assert forms == [text, text, text | {"text_key": "content"}, chat, chat, chat]
     assert form_of("stdlib", "--data") == text and form_of("hf:org/name", "--data") == {}
     assert form_of("squad", "--data") == {"format": "squad"}
-    (tmp_path / "q.json").write_text('{"data": [], "version": 1}')
-    with refused("--data", "squad:"):
-        form_of(str(tmp_path / "q.json"), "--data")
     for source in (f"{tmp_path}/none.txt", f"shards:{tmp_path}/none.bin"):
         with refused("--data", "no file matches"):
             form_of(source, "--data")

@@ -113,7 +113,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     if size := inputs.size.checkpoint_bytes:
         shown["checkpoint"] = f"{size / 1e9:.4g} GB each"
     shown["fingerprint"] = data.fingerprint
-    shown["prepared"] = f"in {prepared.seconds:.1f} s" if prepared.is_new else "already"
+    shown["prepared"] = "now" if prepared.is_new else "already"
     rich_console(sys.stdout).print(pairs(shown.items()))
 
 

@@ -94,9 +94,6 @@ class Template:
         text = json.dumps(config, indent=1) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
-    def __reduce__(self) -> Any:
-        return Template, (self.source, dict(self.tokens))  # without the compiled template
-
     def unknown_tokens(self, tokenizer: Tokenizer) -> list[str]:
         """What looks like a special token in the template and is none of the tokenizer's."""
         found = dict.fromkeys(SPECIAL.findall(self.source))

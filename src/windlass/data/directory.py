@@ -122,10 +122,7 @@ def file_states(directory: Path, index: Index) -> States:
                 continue
             if newest != (Index.load(directory) or index):
                 return file_states(directory, index)
-            problem = "is missing"
-            if path.is_file():
-                problem = f"has {path.stat().st_size:,} bytes, not {size:,}"
-            raise bad_shard(path, f"{problem}; {prepare_again(directory)}")
+            raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
     return states
 
 

@@ -81,7 +81,7 @@ def write_source(
                     left_out.flush()
                 writer.add(row)
                 characters += row.characters
-                if row.more or (row.problem and not characters):
+                if row.more or row.problem:
                     continue
                 if need.is_met(row.group or row.text, characters, writer.tokens):
                     writer.index.items = row.item + 1
@@ -228,10 +228,10 @@ class Encoder:
             try:
                 is_text = self.spec.format == "text"
                 rows += self.text_rows(job) if is_text else self.example_rows(job)
-            except UserError as error:  # the end of the text, if its other blocks can be read
-                end = np.array(self.tokenizer.last, np.int64)
-                row = Row(job.number, end, text=job.text or 0, more=job.item.more)
-                rows.append(row._replace(problem=str(error)))
+            except UserError as error:
+                if job.text is not None:  # a block of a long text, whose other blocks are written
+                    raise
+                rows.append(Row(job.number, np.zeros(0, np.int64), problem=str(error)))
         return rows
 
     def text_rows(self, job: Job) -> list[Row]:

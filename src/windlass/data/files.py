@@ -15,7 +15,6 @@ import lzma
 import os
 import re
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, BinaryIO, cast
 from windlass.data.items import CONVERSATION_KEYS, TO_JSON, TO_UTF8, Item, other_keys, record_of
 from windlass.data.recipe_sources import SourceSpec
 from windlass.data.tokenizer import cut_place
-from windlass.errors import UserError, first_line, is_utf8, plural
+from windlass.errors import UserError, first_line, plural
 
 TABLES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 SHARDS = (".bin", ".npy")  # token shards of other tools
@@ -33,8 +32,7 @@ READ = 1 << 18  # bytes of a file at once
 BLOCK = 1 << 20  # characters of a text in one item at most
 TABLE_BYTES = 8 << 20  # of a table at once
 # Errors of the libraries that read damaged files; pyarrow's own are among Python's.
-UNPACKING = (EOFError, zlib.error, lzma.LZMAError)
-DAMAGE = (*UNPACKING, OSError, ValueError, NotImplementedError, RecursionError, csv.Error)
+DAMAGE = (EOFError, zlib.error, lzma.LZMAError, OSError, ValueError, NotImplementedError, csv.Error)
 BETWEEN_VALUES = re.compile(r"[\s,]*")
 
 
@@ -43,27 +41,21 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], list[Path]]:
     top = Path(spec.path).expanduser()
     if spec.kind == "hf":
         return [path for _, files in folders(top) for path in files], []
-    if not is_utf8(str(top)):
-        raise UserError(f"{spec.setting}: the name of {shown(top)} is not UTF-8: rename it")
     endings: tuple[str, ...] = (".txt", *TABLES) if spec.format == "text" else TABLES
     if spec.kind == "squad":
         endings = (".json",)
     elif spec.kind == "shards":
         endings = SHARDS
     files, others = list[Path](), list[Path]()
-    try:
-        if os.path.isdir(top):
-            for _, inside in folders(top):
-                for path in inside:
-                    is_read = suffixes(path)[0] in endings or _is_json_of(path, spec)
-                    (files if is_read else others).append(path)
-            files.sort()
-        else:
-            paths = [top] if os.path.isfile(top) else [Path(name) for name in expand(str(top))]
-            files = [path for path in paths if os.path.isfile(path)]
-    except OSError as error:
-        problem = f"{error.filename} cannot be read ({error.strerror})"
-        raise UserError(f"{spec.setting}: {problem}") from None
+    if os.path.isdir(top):
+        for _, inside in folders(top):
+            for path in inside:
+                is_read = suffixes(path)[0] in endings or _is_json_of(path, spec)
+                (files if is_read else others).append(path)
+        files.sort()
+    else:
+        paths = [top] if os.path.isfile(top) else [Path(name) for name in expand(str(top))]
+        files = [path for path in paths if os.path.isfile(path)]
     if not files:
         problem = f"no file matches {spec.path} (of a directory: {', '.join(endings)})"
         remedy = "a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB"
@@ -91,38 +83,34 @@ def _is_json_of(path: Path, spec: SourceSpec) -> bool:
 
 def folders(top: Path) -> Iterator[tuple[Path, list[Path]]]:
     """The visible directories in `top`, each once, with their files, without Windlass's own."""
-    waiting, seen = deque([top]), {str(above) for above in top.resolve().parents}
-    while waiting:
-        folder = waiting.popleft()
-        if (real := os.path.realpath(folder)) in seen:
+    seen = {str(above) for above in top.resolve().parents}
+    for folder, below, files in os.walk(top, onerror=_stop, followlinks=True):
+        names = {*below, *files}
+        is_run = "recipe.toml" in names and names & {"metrics.jsonl", "lineage.json", "study.json"}
+        is_own = is_run or {"index.json", "tokenizer"} <= names
+        real = os.path.realpath(folder)
+        if real in seen or (is_own and Path(folder) != top):
+            below.clear()
             continue
         seen.add(real)
-        with os.scandir(folder) as entries:
-            visible = sorted((e for e in entries if e.name[0] != "."), key=lambda e: e.name)
-        names = {entry.name for entry in visible}
-        is_run = "recipe.toml" in names and names & {"metrics.jsonl", "lineage.json", "study.json"}
-        if folder != top and (is_run or {"index.json", "tokenizer"} <= names):
-            continue
-        for entry in reversed(visible):
-            if entry.is_symlink() and entry.is_dir():
-                waiting.append(Path(entry.path))
-            elif entry.is_dir():
-                waiting.appendleft(Path(entry.path))
-        yield folder, [Path(entry.path) for entry in visible if entry.is_file()]
+        below[:] = sorted(name for name in below if name[0] != ".")
+        visible = (Path(folder, name) for name in sorted(files) if name[0] != ".")
+        yield Path(folder), [path for path in visible if os.path.isfile(path)]
+
+
+def _stop(error: OSError) -> None:
+    raise error
 
 
 def expand(pattern: str) -> list[str]:
     """The paths of a glob, sorted; `**` stands for the directories of `folders`."""
-    parts = pattern.split("/")
-    if "**" not in parts:
+    head, stars, rest = pattern.partition("**")
+    if not stars:
         return sorted(glob.glob(pattern))
-    place = parts.index("**")
-    head = "/".join(parts[:place]) or ("/" if place else ".")
-    rest = "/".join(parts[place + 1 :]) or "*"
     paths = list[str]()
-    for top in filter(os.path.isdir, expand(head)):
+    for top in filter(os.path.isdir, glob.glob(head) if head else ["."]):
         for folder, _ in folders(Path(top)):
-            paths += expand(f"{glob.escape(str(folder))}/{rest}")
+            paths += expand(f"{glob.escape(str(folder))}/{rest.lstrip('/') or '*'}")
     return sorted(paths)
 
 
@@ -277,8 +265,6 @@ def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
             problem = getattr(error, "msg", first_line(error))
             is_near_end = getattr(error, "pos", 0) > len(text) - 16
             is_cut = problem.startswith("Unterminated") or is_near_end
-            if at == len(text):
-                problem = "the array does not end"
         if is_cut and not is_end:
             more = reader.read(max(READ, len(text) - at))
             text, at, is_end = text[at:] + more, 0, not more
@@ -293,8 +279,8 @@ def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterato
     """The rows of a `.csv` or `.tsv` file, whose first row names the columns."""
     csv.field_size_limit(1 << 30)
     reader = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-    rows = csv.reader(reader, delimiter=comma, strict=True)
-    names = next(rows, [])
+    rows = csv.DictReader(reader, delimiter=comma, strict=True)
+    names = list(rows.fieldnames or ())
     check_columns(names, spec, place)
     while True:
         where = f"{place}, line {rows.line_num + 1:,}"
@@ -306,11 +292,11 @@ def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterato
             remedy = "write a quotation mark in a quoted field twice"
             yield Item(where, UserError(f"{where}: {error}; {remedy}"))
             continue
-        if row and len(row) != len(names):
-            counts = f"{plural(len(row), 'field')}, and the first row {len(names)}"
-            yield Item(where, UserError(f"{where} has {counts}"))
-        elif row:
-            yield Item(where, dict(zip(names, row, strict=True)))
+        if None in row or None in row.values():
+            problem = f"has not {plural(len(names), 'field')}, as the first row"
+            yield Item(where, UserError(f"{where} {problem}"))
+        else:
+            yield Item(where, row)
 
 
 def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator[Item]:

@@ -8,7 +8,6 @@ needed them. Windlass divides them into training and validation data when it rea
 from __future__ import annotations
 
 import errno
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,7 +63,6 @@ def prepare(
             a source has changed since it was prepared (`data.changed`).
         RunFailed: The disk is full or fails.
     """
-    started = time.perf_counter()
     recipe = as_recipe(recipe)
     progress = Progress()
     choice = "keep" if resuming else recipe.data.changed
@@ -92,7 +90,7 @@ def prepare(
         raise RunFailed(f"{root_of(recipe)}: {error.strerror}; {remedy}") from None
     finally:
         progress.close()
-    return replace(prepared, seconds=time.perf_counter() - started)
+    return prepared
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,6 @@ class Prepared:
     members: list[Member[Corpus]] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     template: Template = field(repr=False)
-    seconds: float = 0.0  # to prepare, wait and check
 
     @property
     def corpora(self) -> list[Corpus]:

@@ -27,14 +27,9 @@ class Progress:
         if sys.stderr.isatty():
             if self._bar is None:
                 from rich import console, progress
-                from rich.table import Column
 
-                # The bar takes the columns that the text leaves; a long text wraps.
-                column = Column(overflow="fold")
-                described = progress.TextColumn("{task.description}", table_column=column)
-                columns = described, progress.BarColumn(None), progress.TaskProgressColumn()
                 terminal = console.Console(stderr=True)
-                self._bar = progress.Progress(*columns, console=terminal, transient=True)
+                self._bar = progress.Progress(console=terminal, transient=True)
                 self._bar.start()
                 self._bar.add_task(text)
             total = 1.0 if fraction else None

@@ -14,6 +14,8 @@ from windlass.recipe import DataSettings, Recipe
 
 DOWNLOADS = ".downloads"  # hidden, so that a source `data/` does not contain it
 KINDS = ("hf", "squad", "shards")
+# Settings of `data` that a `SourceSpec` also has.
+SHARED = ("text_key", "separator", "special_tokens", "answers", "on_bad_item", "shards_dtype")
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,7 @@ class SourceSpec:
     def key(self) -> dict[str, Any]:
         """The settings that determine the items and do not have their default."""
         key: dict[str, Any] = {"name": self.name, "format": self.format}
-        names = ("text_key", "split", "revision", "sha256", "separator", "special_tokens")
-        for name in (*names, "columns", "answers", "on_bad_item", "shards_dtype"):
+        for name in (*SHARED, "split", "revision", "sha256", "columns"):
             if getattr(self, name) != getattr(SourceSpec, name):
                 key[name] = getattr(self, name)
         if self.kind == "stdlib":
@@ -92,11 +93,8 @@ class Member(Generic[S]):
         return [*self.train, *self.val]
 
     def opened(self, open_source: Callable[[S], T]) -> Member[T]:
-        train, val = (
-            [open_source(one) for one in self.train],
-            [open_source(one) for one in self.val],
-        )
-        return Member(self.name, self.data, train, val)
+        train = [open_source(one) for one in self.train]
+        return Member(self.name, self.data, train, [open_source(one) for one in self.val])
 
     @property
     def held_fraction(self) -> float:
@@ -116,16 +114,11 @@ def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec
             name="",
             place="",
             format=data.format,
-            text_key=data.text_key,
             streaming=data.streaming,
-            separator=data.separator,
-            special_tokens=data.special_tokens,
             columns=tuple(data.columns.items()),
-            answers=data.answers,
-            on_bad_item=data.on_bad_item,
-            shards_dtype=data.shards_dtype,
             cache_bytes=int(data.cache_gb * 1e9),
             downloads=root_of(recipe) / DOWNLOADS,
+            **{name: getattr(data, name) for name in SHARED},
         )
         train = [
             replace(
@@ -140,18 +133,17 @@ def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec
             )
             for name, place in zip(data.sources, located.sources, strict=True)
         ]
-        held = replace(common, is_val=True, setting=f"{prefix}eval_source")
+        setting = f"{prefix}eval_source"
+        val = [replace(spec, is_val=True, setting=setting, sha256="") for spec in train]
         if any(data.eval_sources):
-            held = replace(held, split=data.eval_split or data.split)
+            split = data.eval_split or data.split
+            held = replace(common, is_val=True, setting=setting, split=split)
             names = zip(data.eval_sources, located.eval_sources, strict=True)
             val = [replace(held, name=name, place=place) for name, place in names]
         elif data.eval_split and data.sources[0].startswith("hf:"):
-            held = replace(train[0], is_val=True, split=data.eval_split, setting="data.eval_split")
-            val = [replace(held, name=spec.name, place=spec.place, sha256="") for spec in train]
+            val = [replace(spec, split=data.eval_split, setting="data.eval_split") for spec in val]
         else:
-            held = replace(held, split="validation")
-            questions = [spec for spec in train if spec.name == "squad"]
-            val = [replace(held, name=spec.name, place=spec.place) for spec in questions]
+            val = [replace(spec, split="validation") for spec in val if spec.name == "squad"]
         characters = int(data.max_tokens * Fraction(str(data.val_fraction)))
         val = [replace(spec, limit=-(-characters // len(val))) for spec in val]
         members.append(Member(member, data, [] if only_val and val else train, val))

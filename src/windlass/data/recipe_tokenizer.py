@@ -37,8 +37,6 @@ from windlass.recipe import Recipe
 from windlass.recipe.load import own_tokenizer
 
 BPE_CHARACTERS = 50_000_000  # of the corpus at most, from which byte pairs are learned
-# A character tokenizer needs the characters of the plain layout and of a question's prompt, too.
-LAYOUT_CHARACTERS = "User: System: Assistant: Tool: Question: Context: Answer: \n"
 
 
 def open_tokenizer(
@@ -109,13 +107,14 @@ def tokenizer_files(recipe: Recipe) -> list[str]:
     files = list[Path]()
     if recipe.data.chat_template:
         files.append(Path(recipe.data.chat_template).expanduser())
-    kind, _, place = recipe.data.tokenizer.partition(":")
+    place = recipe.data.tokenizer.partition(":")[2]
     if place:
         path = Path(place).expanduser()
-        names = list(tokenizer_kinds.GPT2_FILES)
-        if kind != "gpt2":
-            names = [path.name, JSON_FILE, *tokenizer_kinds.CONFIG_FILES, "chat_template.jinja"]
-        files += [(path.parent if path.is_file() else path) / name for name in names]
+        names = (path.name, JSON_FILE, *tokenizer_kinds.GPT2_FILES, *tokenizer_kinds.CONFIG_FILES)
+        files += [
+            (path.parent if path.is_file() else path) / name
+            for name in (*names, "chat_template.jinja")
+        ]
     return [sha256_of(file) for file in files if file.is_file()]
 
 
@@ -146,15 +145,11 @@ def learn_characters(
     specs = [spec for member in members for spec in member.sources]
     sources = [open_source(spec, progress.note) for spec in specs]
     characters = set[str]()
-    if recipe.data.formats != {"text"}:
-        characters.update(LAYOUT_CHARACTERS)
     for source in sources:
         for item in source.items():
             characters.update(*texts_of(item, source.spec))
     if not characters:
-        setting = "data.mix" if recipe.data.mix else "data.source"
-        names = ", ".join(spec.name for member in members for spec in member.train)
-        raise UserError(f"{setting}: {names} hold no text")
+        raise UserError("data.source: there is no text")
     count = sum(len(member.train) for member in members)
     is_one_text = count == 1 and all(source.single_text for source in sources)
     return tokenizer_kinds.char_tokenizer(characters, with_eot=not is_one_text)
@@ -170,8 +165,7 @@ def learn_byte_pairs(
         for spec in member.train
     ]
     val = [open_source(spec, progress.note) for member in members for spec in member.val]
-    names = ", ".join(source.spec.name for source, _ in train)
-    progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs from {names}")
+    progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs")
     validated = {
         document.group for source in val for document in first_documents(source, BPE_CHARACTERS)
     }

@@ -102,11 +102,6 @@ class Index(BaseModel):
         """The type of a row of the tables."""
         return EXAMPLE_ROW if self.masked else TEXT_ROW
 
-    @property
-    def full_shards(self) -> list[Shard]:
-        """The shards that more text of the source does not change."""
-        return [shard for shard in self.shards if shard.tokens >= self.shard_tokens]
-
     def _checksum(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
 
@@ -162,7 +157,7 @@ class Row(NamedTuple):
     group: int = 0  # the rest of an example, as in EXAMPLE_ROW
     tail: int = 0
     reach: int = 0
-    problem: str = ""  # the reason why the item, or this block of a text, cannot be encoded
+    problem: str = ""  # the reason why the item cannot be encoded
 
 
 class ShardWriter:
@@ -171,8 +166,9 @@ class ShardWriter:
 
     def __init__(self, directory: Path, index: Index, dtype: str):
         self.directory, self.dtype = directory, dtype
-        # Continue after the full shards: a kill may leave a short last one replaced.
-        parts = {"shards": index.full_shards, "complete": False, "left_out": index.resume.left_out}
+        # More text changes a short last shard only, so continue after the full ones.
+        full = [shard for shard in index.shards if shard.tokens >= index.shard_tokens]
+        parts = {"shards": full, "complete": False, "left_out": index.resume.left_out}
         self.index = index.model_copy(update=parts).save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
         self._shard: _NewShard | None = None  # being filled
@@ -190,15 +186,14 @@ class ShardWriter:
             self._shard.files.__exit__(*error)
 
     def add(self, row: Row) -> None:
-        """Append a row; one with a problem only ends a document. After a resume the first rows come
-        again: from the start of the item that the next shard begins with."""
+        """Append a row; one with a problem is counted. After a resume the first rows come again: from
+        the start of the item that the next shard begins with."""
         if row.item != self._item:
             self._item, self._rows, self._skip = row.item, 0, 0
             self._left_out = self.index.left_out
         if row.problem:
             self.index.left_out += 1
-            if row.more or not self._goes_on:
-                return
+            return
         self._rows += 1
         begins, self._goes_on = not self._goes_on, row.more
         if self._rows <= self._skip:  # a full shard has the row

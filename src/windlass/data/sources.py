@@ -23,7 +23,6 @@ from typing import Any
 from windlass import __version__, hub
 from windlass.data.files import (
     SHARDS,
-    TABLE_BYTES,
     check_columns,
     is_text,
     listing,
@@ -38,7 +37,6 @@ from windlass.data.recipe_sources import SourceSpec
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.fileio import sha256_of
 
-PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br")
 HASHED_BYTES = 64_000_000  # files up to this total are compared by content, others by size and time
 TIMEOUT_SECONDS = 60.0
 SQUAD = "rajpurkar/squad"  # on the Hub
@@ -72,8 +70,6 @@ def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
         notify(f"{spec.name}: {listing(files)}{left_out}")
     for path in files:
         place = f"{spec.setting}: {shown(path)}"
-        if path.suffix.lower() in PACKED:
-            raise UserError(f"{place}: unpack it, and name what is inside")
         if suffixes(path)[0] in SHARDS:
             raise UserError(f"{place}: write shards:GLOB for token shards")
         if {".parquet", ".zst"}.intersection(suffixes(path)):
@@ -112,14 +108,8 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
         if then[key] != now[key]:
             return f"its {key} is {now[key]}, and was {then[key]}"
     old, new = _by_path(then), _by_path(now)
-    for path in sorted(old.keys() | new.keys()):
-        if path not in new:
-            return f"{path} is gone"
-        if path not in old:
-            return f"{path} is new"
-        if any(old[path].get(key, x) != x for key, x in new[path].items() if key != "file"):
-            return f"{path} has changed"
-    return ""
+    different = (path for path in sorted(old.keys() | new.keys()) if old.get(path) != new.get(path))
+    return next((f"{path} has changed, or is new or gone" for path in different), "")
 
 
 def _by_path(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -127,7 +117,7 @@ def _by_path(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
     files = description.get("files", ())
     folders = [os.path.dirname(file["file"]) for file in files]
     shared = os.path.commonpath(folders) if folders else ""
-    return {os.path.relpath(file["file"], shared or "."): file for file in files}
+    return {os.path.relpath(file["file"], shared or "."): file | {"file": ""} for file in files}
 
 
 def form_of(source: str, setting: str) -> dict[str, str]:
@@ -141,8 +131,6 @@ def form_of(source: str, setting: str) -> dict[str, str]:
     tables = [path for path in files if spec.kind == "files" and not is_text(path, spec)]
     first = next(read_files(replace(spec, format="chat"), tables), None)
     record = record_of(first) if first else {"text": ""}
-    if isinstance(record.get("data"), list) and "text" not in record:
-        raise UserError(f"{setting}: {source} has questions: write squad:{source}")
     if not CONVERSATION_KEYS.isdisjoint(record):
         return {"format": "chat"}
     texts = [key for key, value in record.items() if isinstance(value, str)]
@@ -244,23 +232,16 @@ def _load_dataset(place: str, spec: SourceSpec, what: str) -> tuple[Any, str]:
 
             revision = str(HfApi().dataset_info(name, revision=revision).sha)
         table = datasets.load_dataset(name, config or None, revision=revision, **how)
-    # Without a network, the URLs of a copy in the cache name its commit.
-    urls = getattr(table.info, "download_checksums", None) or ()
-    named = " ".join([revision or "", *urls])
-    commit = re.search(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", named)
-    return table, commit[0] if commit else ""
+    return table, revision if revision and re.fullmatch("[0-9a-f]{40}", revision) else ""
 
 
 def _read_dataset(
     table: Any, spec: SourceSpec, name: str, rows: int, start: int = 0
 ) -> Iterator[Item]:
     """The rows of a data set; `rows` is 0 if it is streamed."""
-    size = max(1, int(getattr(getattr(table, "data", None), "nbytes", 0)))
-    at_once = min(1000, max(1, rows * TABLE_BYTES // size)) if rows else 64
     number = start
     try:
-        rest = table.skip(start) if start else table
-        for batch in (rest.with_format(None) if rows else rest).iter(batch_size=at_once):
+        for batch in table.skip(start).iter(batch_size=64):
             for values in zip(*batch.values(), strict=True):
                 number += 1
                 record = row_value(dict(zip(batch, values, strict=True)), spec)

@@ -187,8 +187,13 @@ class Tokenizer:
     def _tiktoken(self) -> Any:
         import tiktoken
 
+        letters, vocabulary = byte_letters(), self.inner.get_vocab(with_added_tokens=False)
         special = set(self.special.values())
-        ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i not in special}
+        ranks = {
+            bytes(letters[letter] for letter in piece): i
+            for piece, i in vocabulary.items()
+            if i not in special
+        }
         return tiktoken.Encoding(
             "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
         )
@@ -232,7 +237,7 @@ class Tokenizer:
         The joined texts are encoded together. A token over several pieces has their largest mark.
         """
         pieces = [piece for piece in pieces if piece[0] != ""]
-        if self._bytes is None:
+        if self.kind not in ("byte", "char", "gpt2"):
             return self._encode_by_offsets(pieces)
         ids, marks = list[int](), list[int]()
         for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
@@ -300,27 +305,11 @@ class Tokenizer:
         return copy, texts, [copy.token_to_id(text) for text in texts.values()]
 
     @cached_property
-    def _bytes(self) -> list[bytes] | None:
-        """The UTF-8 bytes of each id for bytes, characters and GPT-2; None for other kinds."""
-        if self.kind not in ("byte", "char", "gpt2"):
-            return None
-        letters = byte_letters()
-        table = [b""] * self.vocab
-        for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
-            table[i] = piece.encode() if self.kind == "char" else bytes(letters[c] for c in piece)
-        for text, i in self.special.items():
-            table[i] = text.encode()
-        return table
-
-    @cached_property
     def _sizes(self) -> np.ndarray:
-        return np.array([len(piece) for piece in self._bytes or ()], np.int64)
+        return self.byte_lengths()
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id without a token (a padded vocabulary) becomes U+FFFD."""
-        if (table := self._bytes) is not None:
-            raw = b"".join(table[i] if i < self.vocab else UNKNOWN.encode() for i in map(int, ids))
-            return raw.decode("utf-8", "replace")
         text = ""
         for valid_ids, run in groupby(map(int, ids), lambda i: i < self.vocab):
             part = list(run)  # the library would drop an id without a token
@@ -331,24 +320,21 @@ class Tokenizer:
     def byte_lengths(self) -> np.ndarray:
         """UTF-8 bytes of each id, decoded after another token, int64 [V]; 0 for special tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)
-        if self._bytes is not None:
-            sizes[:] = self._sizes
-        else:
-            # Pieces are letters for bytes, or text with "\u2581" for spaces, as the decoder says.
-            state = json.loads(self.inner.to_str())
-            decoder = json.dumps(state["decoder"], ensure_ascii=False)
-            is_byte_level = '"ByteLevel"' in decoder + json.dumps(state["pre_tokenizer"])
-            letters = byte_letters() if is_byte_level else {}
-            space = " " if "\u2581" in decoder else "\u2581"
-            for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
-                if letters and letters.keys() >= set(piece):
-                    sizes[i] = len(piece)
-                elif not letters and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-                    sizes[i] = 1  # a single byte, as sentencepiece writes it
-                else:
-                    sizes[i] = len(piece.replace("\u2581", space).encode())
-            for i, token in self.inner.get_added_tokens_decoder().items():
-                sizes[i] = len(token.content.encode())
+        # Pieces are letters for bytes, or text with "\u2581" for spaces, as the decoder says.
+        state = json.loads(self.inner.to_str())
+        decoder = json.dumps(state["decoder"], ensure_ascii=False)
+        is_byte_level = '"ByteLevel"' in decoder + json.dumps(state["pre_tokenizer"])
+        letters = byte_letters() if is_byte_level else {}
+        space = " " if "\u2581" in decoder else "\u2581"
+        for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
+            if letters and letters.keys() >= set(piece):
+                sizes[i] = len(piece)
+            elif not letters and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+                sizes[i] = 1  # a single byte, as sentencepiece writes it
+            else:
+                sizes[i] = len(piece.replace("\u2581", space).encode())
+        for i, token in self.inner.get_added_tokens_decoder().items():
+            sizes[i] = len(token.content.encode())
         sizes[list(self.special.values())] = 0
         return sizes
 

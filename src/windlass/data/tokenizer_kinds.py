@@ -20,6 +20,7 @@ from windlass.data.tokenizer import (
     Description,
     Tokenizer,
     byte_letters,
+    valid,
 )
 from windlass.errors import UserError, first_line, require
 from windlass.fileio import read_json
@@ -59,9 +60,7 @@ def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Inner
 
-    alphabet = sorted(set("".join(characters).encode("utf-8", "replace").decode()))
-    if not alphabet:
-        raise UserError("a character tokenizer needs a corpus with at least one character")
+    alphabet = sorted(set(valid("".join(characters))))
     inner = Inner(models.WordLevel(vocab={character: i for i, character in enumerate(alphabet)}))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()
@@ -96,7 +95,7 @@ def bpe_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
             new = {word for word in WORD.findall(text) if word not in words}
             words |= new
             size += sum(len(word.encode("utf-8", "replace")) for word in new)
-            yield text.encode("utf-8", "replace").decode()
+            yield valid(text)
             if size > BPE_WORD_BYTES:
                 return
 
