@@ -63,7 +63,6 @@ class Save:
 
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    nbytes: int  # of this rank's tensors
     aliases: Mapping[str, str]  # of tied weights: a name, and the name under which it is saved
     base: Base | None  # of the weights that no rank writes
     meta: Mapping[str, Any]
@@ -114,9 +113,10 @@ class Save:
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
         if self.rank == 0:
-            size = self.nbytes * self.world  # the ranks write about as much as each other
-            if short := shortage(self.directory, size, f"checkpoint {self.path.name}"):
-                raise GivenUp(f"no room on the disk: {short}")
+            size = len(self.image) * self.world  # the ranks write about as much as each other
+            if (free := shutil.disk_usage(self.directory).free) < size + RESERVE_BYTES:
+                needs = f"{decimal(size)} and a reserve of {decimal(RESERVE_BYTES)}"
+                raise GivenUp(f"{self.path.name} needs {needs}; the disk has {decimal(free)} free")
         if self.error:
             raise GivenUp(self.error)
         part = {"host": socket.gethostname(), "files": {}, "tensors": self.tensors}
@@ -249,15 +249,6 @@ def _polls(seconds: float) -> Iterator[None]:
         yield
 
 
-def shortage(path: Path, needed: int, what: str) -> str:
-    """Empty if `needed` bytes and a reserve are free under `path`; otherwise a message."""
-    free = shutil.disk_usage(path).free
-    if free >= needed + RESERVE_BYTES:
-        return ""
-    need = f"{decimal(needed)} and a reserve of {decimal(RESERVE_BYTES)}"
-    return f"{what} needs {need} under {path}, and {decimal(free)} are free"
-
-
 def explain(error: BaseException) -> str:
     """An error in one line, without a traceback."""
     if isinstance(error, OSError) and error.strerror:
@@ -269,18 +260,13 @@ def explain(error: BaseException) -> str:
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
     """Remove temporary directories from a run's `checkpoints`, and give a checkpoint its name back
-    if the save in its place was interrupted; returns a note on each."""
+    if the save in its place was interrupted; returns a note on each such checkpoint."""
     files, notes = files or Files(), list[str]()
     for name in names_in(directory):
         path = directory / name
-        if name.startswith("."):
+        is_step = STEP_DIR.match(name) and path.is_dir()
+        if name.startswith(".") or (is_step and not is_whole(path)):
             files.remove_tree(path)
-            if name.startswith(".saving-"):
-                step = int(name.split("-")[1])
-                notes.append(f"removed the files of an interrupted save of step {step}")
-        elif STEP_DIR.match(name) and path.is_dir() and not is_whole(path):
-            files.remove_tree(path)
-            notes.append(f"removed the rest of {name}: its removal had been interrupted")
     for name in names_in(directory):
         if name.endswith(".replaced") and STEP_DIR.match(name):
             successor = directory / name.removesuffix(".replaced")

@@ -253,10 +253,6 @@ class Checkpoint:
         return self.content.serial if self.content else 0
 
     @property
-    def meta(self) -> dict[str, Any]:
-        return self.manifest.meta
-
-    @property
     def notes(self) -> list[str]:
         """For the user, one for each damaged checkpoint that was passed over."""
         text = "the checkpoint of step {0.step} is damaged and not used: {0.problem}"

@@ -92,7 +92,6 @@ class Writer:
             piece_bytes=self.piece_bytes,
             step=step,
             save_id=f"{step:08d}-{self.attempt}-{self._started + 1}",
-            nbytes=shard.nbytes,
             aliases=shard.aliases,
             base=self.base,
             meta={"reason": PERIODIC} | dict(meta or {}),

@@ -233,7 +233,7 @@ def load_state(
     if not average.tensors or not checkpoint.names(AVERAGE):
         state.averaged = 0
     # A branch may have changed `optim.kind`.
-    same_kind = checkpoint.meta.get("optimizer") == recipe.optimizer_state
+    same_kind = checkpoint.manifest.meta.get("optimizer") == recipe.optimizer_state
     averages = average.tensors if state.averaged else {}
     fill_base(checkpoint, unwrap(model), recipe, ranks)
     restore(checkpoint, model, optimizer if same_kind else None, averages)
