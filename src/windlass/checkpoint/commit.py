@@ -41,6 +41,7 @@ from windlass.errors import first_line
 from windlass.fileio import Files, to_json
 
 PART, FILE = "part-{:05d}.json", "rank-{:05d}.safetensors"
+FAILED = ".failed-"  # begins the name of the directory of a save that rank 0 gave up
 SLOWEST_POLL_SECONDS = 0.25
 RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, logs and the manifest
 
@@ -82,7 +83,7 @@ class Save:
     def __post_init__(self) -> None:
         self.path = step_dir(self.directory, self.step)
         self.temporary = self.directory / f".saving-{self.save_id}"
-        self.tombstone = self.directory / f".failed-{self.save_id}"
+        self.tombstone = self.directory / f"{FAILED}{self.save_id}"
 
     def run(self, serial: int) -> Manifest | None:
         """Write, agree, and commit as number `serial` of the run; rank 0 returns the manifest of

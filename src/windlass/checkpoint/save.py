@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from windlass.checkpoint.choose import PERIODIC, Policy, read_lineage, retain
-from windlass.checkpoint.commit import FILE, Save, discard, explain
+from windlass.checkpoint.commit import FAILED, FILE, Save, discard, explain
 from windlass.checkpoint.format import Base, Manifest, checkpoints_in, names_in
 from windlass.checkpoint.shard import TYPE_NAMES, Shard
 from windlass.errors import UserError
@@ -29,7 +28,6 @@ POLL_SECONDS = 0.1
 # Of the writer, so that it takes the time that computing threads leave. More would let a program
 # that uses every core hold it up for a second while it holds Python's lock.
 NICENESS = 10
-TEMPORARY = re.compile(r"^\.(?:saving|failed)-\d+-(\w+)-(\d+)$")
 
 
 @dataclass
@@ -233,12 +231,9 @@ class Writer:
         return 1 + max(serials, default=0)
 
     def _clean_up(self, scores: Scores) -> None:
-        """Remove leftovers of earlier saves, and the checkpoints that retention does not keep."""
+        """Remove the rest of failed saves, and the checkpoints that retention does not keep."""
         for name in names_in(self.directory):
-            # Another rank may have begun a later save of this attempt: its directory stays.
-            if (match := TEMPORARY.match(name)) and (
-                match[1] != self.attempt or int(match[2]) <= self._started
-            ):
+            if name.startswith(FAILED):
                 self.files.remove_tree(self.directory / name)
         good = [saved for saved in self._known.values() if saved.serial not in self.damaged]
         why = retain(good, self.policy, scores)
