@@ -136,7 +136,7 @@ def write(join, recipes, variant: str, folder: Path) -> None:
             size = sum(box.tensor.nbytes for box in state.boxes)
             sizes = ranks.all_gather_object("size", size)
             assert ranks.world == 1 or max(sizes) < 0.75 * sum(sizes), "a rank writes too much"
-            writer = Writer(path / "checkpoints", ranks.rank, ranks.world, piece_bytes=512)
+            writer = Writer(path / "checkpoints", ranks.rank, ranks.world)
             writer.write(1, state, {"step": 1})
             [outcome] = writer.wait()
             assert not outcome.error, outcome

@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import cache
 from types import SimpleNamespace
 
@@ -204,7 +205,7 @@ def test_fp16_scales_up_and_down_and_survives_a_resume(deferred):
     assert model.weight != before
     state = TrainState(step=2)
     scaler.save(state)
-    again = LossScaler(torch.device("cpu"), TrainState.from_json(state.to_json()), "fp16")
+    again = LossScaler(torch.device("cpu"), TrainState.from_json(asdict(state)), "fp16")
     assert (float(again.scale), float(again.good_steps)) == (2048, 0)
 
 
@@ -221,7 +222,7 @@ def test_bad_steps_in_a_row_count_on_over_a_resume():
 
 def test_state_survives_json_and_no_counter_is_lost_unnoticed():
     state = TrainState(7, 56, 896, 700, 3, 2, 512.0, 9, 1.5)
-    saved = state.to_json()
+    saved = asdict(state)
     assert TrainState.from_json(saved) == state
     for name in saved:
         with pytest.raises(KeyError):

@@ -38,7 +38,7 @@ from windlass.checkpoint.format import (
     step_dir,
 )
 from windlass.errors import first_line
-from windlass.fileio import Files, to_json
+from windlass.fileio import PIECE_BYTES, Files, to_json
 
 PART, FILE = "part-{:05d}.json", "rank-{:05d}.safetensors"
 FAILED = ".failed-"  # begins the name of the directory of a save that rank 0 gave up
@@ -60,7 +60,6 @@ class Save:
     world: int
     files: Files
     deadline: float  # seconds; how long rank 0 waits for the other ranks after its own part
-    piece_bytes: int  # per write
 
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
@@ -123,11 +122,11 @@ class Save:
         part = {"host": socket.gethostname(), "files": {}, "tensors": self.tensors}
         if self.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
-            data, piece_bytes = self.image, self.piece_bytes
+            data = self.image
             with files.create(self.temporary / name) as output:
-                for at in range(0, len(data), piece_bytes):
-                    digest.update(data[at : at + piece_bytes])
-                    output.write(data[at : at + piece_bytes])
+                for at in range(0, len(data), PIECE_BYTES):
+                    digest.update(data[at : at + PIECE_BYTES])
+                    output.write(data[at : at + PIECE_BYTES])
                 output.sync()
             part["files"] = {name: {"size": len(data), "sha256": digest.hexdigest()}}
         files.replace(self.temporary / PART.format(self.rank), to_json(part), durable=False)

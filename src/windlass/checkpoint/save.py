@@ -21,7 +21,7 @@ from windlass.checkpoint.commit import FAILED, FILE, Save, discard, explain
 from windlass.checkpoint.format import Base, Manifest, checkpoints_in, names_in
 from windlass.checkpoint.shard import TYPE_NAMES, Shard
 from windlass.errors import UserError
-from windlass.fileio import PIECE_BYTES, Files, to_json
+from windlass.fileio import Files, to_json
 from windlass.telemetry.summary import Scores
 
 POLL_SECONDS = 0.1
@@ -39,7 +39,6 @@ class Writer:
     world: int = 1
     files: Files = field(default_factory=Files)
     deadline: float = 600.0  # seconds; how long rank 0 waits for the other ranks after its own part
-    piece_bytes: int = PIECE_BYTES  # per write
     attempt: str = "0"  # letters and digits: the same on all ranks, different at every start
     policy: Policy = field(default_factory=Policy)
     background: bool = True  # False: `write` returns after the commit
@@ -87,7 +86,6 @@ class Writer:
             world=self.world,
             files=self.files,
             deadline=self.deadline,
-            piece_bytes=self.piece_bytes,
             step=step,
             save_id=f"{step:08d}-{self.attempt}-{self._started + 1}",
             aliases=shard.aliases,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from windlass import processes
@@ -98,7 +98,7 @@ class Saver(Writer):
                 self.base.weights if self.base else (),
             )
             meta = self.meta | {"reason": reason}
-            self.write(state.step, shard, state.to_json(), meta, recorder.scores)
+            self.write(state.step, shard, asdict(state), meta, recorder.scores)
             if self.is_own:
                 self.settle()
 
