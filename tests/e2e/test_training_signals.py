@@ -4,6 +4,7 @@ same step. Exit code 75.
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,6 @@ from small_runs import (
 from forked import Forked, launch
 from helpers import best_step, command, each_step, refused, wait_for
 from windlass import train
-from windlass.checkpoint import save
 from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.errors import RunFailed, Stopped
@@ -313,7 +313,7 @@ def as_if_untouched(run: Run, whole: Run) -> None:
 def test_a_save_without_room_fails_and_training_continues(corpus, tmp_path, monkeypatch):
     """At the end it is an error; with room, the same command saves the end."""
     free = [1000]
-    monkeypatch.setattr(save.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
     recipe, run = recipe_of(corpus, tmp_path / "run", **{"train.steps": 7}), Run(tmp_path / "run")
     with refused("last checkpoint", error=RunFailed):
         train(recipe)
@@ -326,7 +326,7 @@ def test_a_save_without_room_fails_and_training_continues(corpus, tmp_path, monk
 
 def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypatch):
     """It would continue for days with nothing to resume from."""
-    monkeypatch.setattr(save.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     more = {"checkpoint.every": 2, "train.steps": 30}
     more |= {"checkpoint.background": "false", "eval.every": 0}
     with refused("3 saves in a row", error=RunFailed):
