@@ -133,9 +133,10 @@ def write(join, recipes, variant: str, folder: Path) -> None:
             path, stages = folder / name, ranks.mesh.sizes.pp
             average = trainer.average.tensors
             state = gather_shard(model, trainer.optimizer, ranks.rank, ranks.world, stages, average)
-            sizes = ranks.all_gather_object("size", state.nbytes)
+            size = sum(box.tensor.nbytes for box in state.boxes)
+            sizes = ranks.all_gather_object("size", size)
             assert ranks.world == 1 or max(sizes) < 0.75 * sum(sizes), "a rank writes too much"
-            writer = Writer(path / "checkpoints", ranks.rank, ranks.world, piece_bytes=512)
+            writer = Writer(path / "checkpoints", ranks.rank, ranks.world)
             writer.write(1, state, {"step": 1})
             [outcome] = writer.wait()
             assert not outcome.error, outcome

@@ -98,7 +98,8 @@ def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
             monkeypatch.setattr(module, "resolve_precision", Mock(return_value=precision))
         train(recipe, stop_at=steps)
     saved = {path.name: open_checkpoint(path) for path in run.checkpoints_dir.glob("step-*")}
-    assert [saved[f"step-{n:08d}"].meta["precision"] for n in (6, 7, 12)] == [before, after, before]
+    precisions = [saved[f"step-{n:08d}"].manifest.meta["precision"] for n in (6, 7, 12)]
+    assert precisions == [before, after, before]
     assert saved["step-00000007"].counters["loss_scale"] == (scale or 0)
     scales = {line["step"]: line.get("loss_scale") for line in run.lines("train")}
     assert scales[7] == scale and scales[8] == (SCALE_START if before == "fp16" else None)

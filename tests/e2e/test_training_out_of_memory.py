@@ -1,6 +1,5 @@
 """A run whose memory runs out starts again with smaller micro-batches, or says what to change."""
 
-import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -169,15 +168,3 @@ def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_
     assert run.events[0]["compiles"] is True
     # else the blocks are compiled for a batch that varies, and a resume compiles them otherwise
     assert resets == [1]
-
-
-def test_a_single_rank_starts_again_before_the_first_save(corpus, tmp_path, memory_for):
-    more = {"model.dropout": 0, "eval.every": 0, "checkpoint.every": 10}
-    recipe = recipe_of(corpus, tmp_path / "run", **more)
-    whole, passes = untouched(recipe), itertools.count(1)
-    memory_for(4, when=lambda: next(passes) > 3)
-    run = train(recipe)
-    steps = [e["step"] for e in run.events if e["event"] == "out_of_memory"]
-    assert (steps, sizes(run, "out_of_memory")) == ([0], [4])
-    losses = [[line["loss"] for line in one.lines("train")] for one in (run, whole)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

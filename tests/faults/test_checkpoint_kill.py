@@ -157,7 +157,7 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
     committed, begun = scratch / "committed", scratch / "begun"
 
     def train(first: int, attempt: int) -> None:
-        options = {"attempt": str(attempt), "policy": Policy(last=3), "piece_bytes": 128}
+        options = {"attempt": str(attempt), "policy": Policy(last=3)}
         writer = Writer(run / "checkpoints", **options)
         recover(run / "checkpoints")
         begun.touch()

@@ -284,11 +284,3 @@ def test_no_sync_can_be_left_out(scratch: Path, scene: str, operation: str, name
     with pytest.raises((AssertionError, UserError)):
         (cuts if scene in SCENES else beginnings)(scratch, scene, 12, disk)
     assert disk.forgotten
-
-
-@pytest.mark.full
-def test_the_sync_of_no_rank_can_be_left_out(scratch: Path) -> None:
-    disk = Forgetful(scratch, "fsync", "rank-00002.safetensors")
-    with pytest.raises((AssertionError, UserError)):
-        cuts(scratch, "first", 12, disk, GRID)
-    assert disk.forgotten

@@ -18,8 +18,8 @@ from windlass.training.state import TrainState
 
 NOT_FROM_HERE = {
     "skips_in_a_row",  # 0 again after the next good step, and every step here is one
+    "mixture",  # tests/e2e/test_training_mixture.py resumes and branches one
 }
-OF_A_MIXTURE = ("mixture",)  # tests/e2e/test_training_mixture.py resumes them
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_nothing_forgotten_is_the_same_run(whole, tmp_path):
     assert resumed(whole, tmp_path / "run") == after_six(whole)
 
 
-COUNTERS = sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE - {*OF_A_MIXTURE})
+COUNTERS = sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE)
 
 
 @pytest.mark.parametrize(
@@ -113,53 +113,3 @@ COUNTERS = sorted(TrainState.__dataclass_fields__.keys() - NOT_FROM_HERE - {*OF_
 def test_anything_forgotten_is_another_run(whole, tmp_path, monkeypatch, component):
     forget(monkeypatch, component)
     assert resumed(whole, tmp_path / "run") != after_six(whole)
-
-
-def mixed(folder: Path, run: Path, weight: float) -> Recipe:
-    """A mixture of the text with itself in capitals; a `train` line every fourth step."""
-    text = (folder / "text.txt").read_text()
-    (folder / "capitals.txt").write_text(text.upper())
-    sources = [
-        {"name": "text", "source": str(folder / "text.txt"), "weight": weight},
-        {"name": "capitals", "source": str(folder / "capitals.txt")},
-    ]
-    return recipe(folder, run).replace(
-        {
-            "data.source": "",
-            "data.mix": sources,
-            "data.dir": str(folder / "mixed"),
-            "telemetry.every": 4,
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def mixture(whole) -> Run:
-    """Twelve steps, whose weights change after the third."""
-    folder = whole.path.parent
-    first = train(mixed(folder, folder / "first", 1.0), stop_at=3)
-    return train(mixed(folder, folder / "mixture", 3.0), branch_from=f"{first.path}@3")
-
-
-def resumed_mixture(mixture: Run, place: Path) -> list[object]:
-    again = mixed(mixture.path.parent, place, 3.0)
-    return sources_after_six(train(again, branch_from=f"{mixture.path}@6"))
-
-
-def sources_after_six(run: Run) -> list[object]:
-    shown = [
-        {name: value for name, value in line.items() if name.startswith("source.")}
-        for line in run.lines("train")
-        if line["step"] > 6
-    ]
-    return [*shown, *after_six(run)]
-
-
-def test_nothing_forgotten_is_the_same_mixture(mixture, tmp_path):
-    assert resumed_mixture(mixture, tmp_path / "run") == sources_after_six(mixture)
-
-
-@pytest.mark.parametrize("component", OF_A_MIXTURE)
-def test_anything_forgotten_is_another_mixture(mixture, tmp_path, monkeypatch, component):
-    forget(monkeypatch, component)
-    assert resumed_mixture(mixture, tmp_path / "run") != sources_after_six(mixture)

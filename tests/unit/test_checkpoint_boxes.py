@@ -4,13 +4,10 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import Box, Shard, boxes_of, divide_rows
-from windlass.model.sharding import Cut, Peers, boxes_of, with_cut
+from windlass.checkpoint.shard import Box, Shard
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -54,27 +51,3 @@ def test_any_box_is_read_from_any_boxes(tmp_path, cuts):
             spread = torch.full(wanted.shape[::-1], torch.nan, dtype=torch.float64).permute(2, 1, 0)
             checkpoint.read_into("x", low, spread)  # into memory in another order
             assert torch.equal(spread, wanted)
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 5))
-def test_ranks_divide_rows_without_gaps(rows: list[int], world: int) -> None:
-    tensors = {str(i): torch.zeros(n, 3) for i, n in enumerate(rows)}
-    shares = [divide_rows(tensors, rank, world) for rank in range(world)]
-    for name, tensor in tensors.items():
-        pieces = [share[name] for share in shares if name in share]
-        assert [0, *(end for _, end in pieces)] == [*(first for first, _ in pieces), len(tensor)]
-    sizes = [sum(last - first for first, last in share.values()) for share in shares]
-    assert max(sizes) - min(sizes) <= 2
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_a_cut_tensor_is_a_box_for_each_of_its_ranges(dim: int) -> None:
-    """Rows or columns 2, 3, 8, 9 of ten; the local rows 1 and 2."""
-    whole = torch.arange(40).reshape((10, 4) if dim == 0 else (4, 10))
-    cut = Cut(dim, 10, (range(2, 4), range(8, 10)), Peers("", 0, 1))
-    found = list(boxes_of(with_cut(cut.take(whole), cut), 1, 3))
-    expected = [((3, 0), whole[3:4]), ((8, 0), whole[8:9])]
-    if dim == 1:
-        expected = [((1, 2), whole[1:3, 2:4]), ((1, 8), whole[1:3, 8:10])]
-    for (offsets, box), (place, part) in zip(found, expected, strict=True):
-        assert offsets == place and torch.equal(box, part)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.checkpoint import choose
-from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, Lineage, Policy, retain
+from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, Policy, retain
 from windlass.recipe import Horizon
 from windlass.recipe.settings import CheckpointSettings
 from windlass.telemetry.summary import Scores
@@ -30,7 +30,7 @@ def row(*steps: int, stops: Sequence[int] = (), final: int = 0) -> list[Saved]:
 
 STOPS = 23, 27, 29
 BEST = {10: 3.0, 20: 2.0, 30: 2.5, 25: 0.1, 40: 2.0}  # there is no checkpoint of step 25
-FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0, start=10)
+FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0, start=10)
         (row(10, 20, 30, 40, 50), Policy(last=1), BEST, "50 last, 20 best"),
         (row(10, 20, 30, 40, 50), Policy(last=1, best=False), BEST, "50 last"),
         (row(10, 20, 30), Policy(1, measure="squad.f1"), {10: 20, 20: 80}, "30 last, 20 best"),
-        (row(10, 20, 30, 40, 50), FOREVER, {}, "50 last, 40 every, 20 every, 10 start"),
+        (row(10, 20, 30, 40, 50), FOREVER, {}, "50 last, 40 every, 20 every"),
         # Preemptions do not push out regular ones.
         (row(10, 20, *STOPS[:2], stops=STOPS), Policy(last=2), {}, "27 last, 20 last, 10 last"),
         (row(10, 20, *STOPS[:2], 30, stops=STOPS), Policy(last=2), {}, "30 last, 20 last"),
@@ -87,8 +87,6 @@ def test_properties(checkpoints, scores, last, keep_best):
 
 def test_a_policy_with_two_horizons_keeps_what_either_wants() -> None:
     settings = CheckpointSettings(keep_every=0.5, keep_last=3)
-    start = Lineage(checkpoint="checkpoints/x", step=4)
-    policy = choose.policy_of(settings, [Horizon(160, 100, 1), Horizon(120, 100, 1)], start)
+    policy = choose.policy_of(settings, [Horizon(160, 100, 1), Horizon(120, 100, 1)])
     assert [s for s in range(161) if policy.keep_forever(s)] == [60, 80, 120, 160]
-    assert (policy.last, policy.start) == (3, 4)
-    assert choose.policy_of(settings, [], Lineage(checkpoint="/elsewhere", step=4)).start is None
+    assert policy.last == 3

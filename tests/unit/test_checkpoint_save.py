@@ -2,7 +2,6 @@
 library reads.
 """
 
-import shutil
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +15,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from helpers import refused
-from windlass.checkpoint.commit import RESERVE_BYTES, shortage
 from windlass.checkpoint.format import DTYPES, Checkpoint, names_in, open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.shard import Shard, shard_of
@@ -244,11 +242,3 @@ def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch,
         [outcome] = writer.wait(timeout=30)
     assert "oops" in outcome.error and names_in(tmp_path / "checkpoints") == []
     commit(writer)
-
-
-def test_a_full_disk_is_answered_with_the_bytes_and_the_reserve_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=3_000_000))
-    text = shortage(tmp_path, 1_000_000, "a save")
-    assert "needs 1.0 MB and a reserve of 16.8 MB" in text and "3.0 MB are free" in text
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=1_000_000 + RESERVE_BYTES))
-    assert shortage(tmp_path, 1_000_000, "a save") == ""

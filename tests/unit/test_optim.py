@@ -11,7 +11,6 @@ from torch import nn
 
 from windlass.model.build import build_model, sizes_of
 from windlass.model.gpt import GPT
-from windlass.model.sharding import blocks_of
 from windlass.model.size import describe_sizes
 from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups, set_lr
 from windlass.optim.muon import COEFFICIENTS, MuonAdamW, orthogonalise, update_scale
@@ -273,41 +272,3 @@ HALF = 0.45 * math.sqrt(0.5)
 )
 def test_schedules_by_hand(kind, settings, expected):
     assert curve(len(expected), kind=kind, **settings) == pytest.approx(expected)
-
-
-def test_gpt2_124m():
-    """The schedule of the GPT-2 reproductions: 715 steps of warm-up, cosine from 6e-4 to 6e-5 over
-    19,073 steps.
-    """
-    s, h, lr = ScheduleSettings(kind="cosine", warmup=715, final=0.1), horizon(19073), 6e-4
-    for it in [0, 1, 100, 713, 714, 715, 716, 5000, 9894, 19071, 19072]:
-        ratio = (it - 715) / (19073 - 715)  # as build-nanogpt computes it
-        fall = 6e-5 + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (lr - 6e-5)
-        want = lr * (it + 1) / 715 if it < 715 else fall
-        assert lr * lr_multiplier(s, h, it) == pytest.approx(want, rel=1e-12), it
-    assert lr * lr_multiplier(s, h, 0) == pytest.approx(8.391608e-07, rel=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
-@pytest.mark.parametrize("warmup", [0, 1, 3, 0.5, 1.0])
-@pytest.mark.parametrize("steps", [1, 2, 3, 50])
-def test_no_update_is_wasted_and_the_shape_is_a_hill(kind, warmup, steps):
-    warmup = min(warmup, steps) if isinstance(warmup, int) else warmup
-    got = curve(steps, kind=kind, warmup=warmup, decay=0.4)
-    assert all(0 < f <= 1 for f in got)
-    top = got.index(max(got))
-    assert got[:top] == sorted(got[:top]) and got[top:] == sorted(got[top:], reverse=True)
-    assert max(got) == 1
-
-
-def test_blocks_are_a_method_or_a_list_of_modules():
-    class Model(nn.Module):
-        def __init__(self, blocks):
-            super().__init__()
-            self.blocks = blocks
-
-    parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    for blocks in (nn.ModuleList(parts), nn.Sequential(*parts), lambda: parts):
-        assert blocks_of(Model(blocks)) == parts
-    for blocks in (None, parts, nn.Linear(2, 2)):
-        assert blocks_of(Model(blocks)) is None

@@ -98,33 +98,10 @@ def test_a_model_of_transformers_has_the_micro_batch_of_its_size(tmp_path):
         assert sizes[0] < by_tokens < sizes[1]
 
 
-@pytest.mark.parametrize(
-    ("format", "variable", "device", "grows"),
-    [
-        ("chat", "", "cuda", True),
-        ("text", "", "cuda", False),
-        ("chat", "PYTORCH_ALLOC_CONF", "cuda", False),
-        ("chat", "PYTORCH_CUDA_ALLOC_CONF", "cuda", False),
-        ("chat", "", "cpu", False),
-    ],
-)
-def test_segments_grow_for_ragged_rows(monkeypatch, format, variable, device, grows):
-    settings = list[str]()
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, "backend:native")
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+@pytest.mark.parametrize("format", ["chat", "text"])
+def test_rows_of_varying_length_turn_off_attention_that_plans_for_each_length(format):
     before = torch.backends.cuda.cudnn_sdp_enabled()
     with ExitStack() as stack:
-        prepare_device(Recipe().replace({"data.format": format}), torch.device(device), stack)
-        # cuDNN's attention would plan anew for each length
+        prepare_device(Recipe().replace({"data.format": format}), stack)
         assert torch.backends.cuda.cudnn_sdp_enabled() == (before and format == "text")
-    assert settings == ["expandable_segments:True"] * grows
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
-def test_which_rows_are_ragged():
-    squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
-    assert squad.data.ragged_ and not packed.data.ragged_
-    assert not squad.replace({"data.packing": "best-fit"}).data.ragged_

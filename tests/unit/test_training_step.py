@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import cache
 from types import SimpleNamespace
 
@@ -73,15 +74,6 @@ def test_loss_and_gradient_are_those_of_the_mean_over_tokens(parts):
     assert result.tokens == 8
     assert float(result.loss) == pytest.approx(float(((w * t - y) ** 2).mean()))
     assert float(result.grad_norm) == pytest.approx(abs(float((2 * (w * t - y) * t).mean())))
-
-
-def test_clipping_takes_the_global_norm():
-    model, trainer = make(grad_clip=1.0)
-    trainer.optimizer = sgd(trainer, 0.01)
-    before = model.weight
-    result = trainer.step(batch(), 1.0)
-    assert float(result.grad_norm) > 1
-    assert abs(model.weight - before) == pytest.approx(0.01, rel=1e-4)
 
 
 KINDS = {
@@ -213,7 +205,7 @@ def test_fp16_scales_up_and_down_and_survives_a_resume(deferred):
     assert model.weight != before
     state = TrainState(step=2)
     scaler.save(state)
-    again = LossScaler(torch.device("cpu"), TrainState.from_json(state.to_json()), "fp16")
+    again = LossScaler(torch.device("cpu"), TrainState.from_json(asdict(state)), "fp16")
     assert (float(again.scale), float(again.good_steps)) == (2048, 0)
 
 
@@ -230,7 +222,7 @@ def test_bad_steps_in_a_row_count_on_over_a_resume():
 
 def test_state_survives_json_and_no_counter_is_lost_unnoticed():
     state = TrainState(7, 56, 896, 700, 3, 2, 512.0, 9, 1.5)
-    saved = state.to_json()
+    saved = asdict(state)
     assert TrainState.from_json(saved) == state
     for name in saved:
         with pytest.raises(KeyError):

@@ -44,20 +44,15 @@ class Policy:
     best: bool = True
     keep_forever: Callable[[int], bool] = lambda step: False
     measure: str = LOSS
-    start: int | None = None  # the step of the lineage's first checkpoint, if it is the run's own
 
 
-def policy_of(
-    settings: CheckpointSettings, horizons: Sequence[Horizon], lineage: Lineage | None = None
-) -> Policy:
+def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon]) -> Policy:
     """The policy of a run; `keep_every` holds for each of `horizons` (an extended run has two)."""
-    inside = lineage and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
-    start = lineage.step if lineage and inside else None
 
     def forever(step: int) -> bool:
         return any(horizon.due(settings.keep_every, step) for horizon in horizons)
 
-    return Policy(settings.keep_last, settings.keep_best, forever, settings.best, start)
+    return Policy(settings.keep_last, settings.keep_best, forever, settings.best)
 
 
 def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> dict[int, list[str]]:
@@ -78,7 +73,6 @@ def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> d
             "best": c.serial == best_serial,
             "final": c.reason == FINAL,  # the first end of an extended run is a result
             "every": policy.keep_forever(c.step),
-            "start": c.step == policy.start,
         }
         why[c.serial] = [reason for reason, applies in reasons.items() if applies]
     return why
@@ -142,8 +136,6 @@ def record(run: Path, lineage: Lineage, recipe: Recipe, files: Files) -> None:
     lineage = lineage.model_copy(update={"recipe": recipe.tree(), "replaced": replaced})
     write_lineage(run, lineage, files)
     files.replace(path, text)
-    if before:  # so that the user can write it again
-        write_lineage(run, lineage.model_copy(update={"replaced": ""}), files)
 
 
 def candidates(
@@ -256,7 +248,7 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     horizons = list[Horizon]()
     if began := last_start(ledger):
         horizons = [recipe.horizon(began["steps"], began["samples_per_epoch"])]
-    policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
+    policy = policy_of(recipe.checkpoint, horizons)
     scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS_SUITE, policy.measure)}
     saved = checkpoints_in(directory)
     why = retain([c.content for c in saved if c.content], policy, scores[policy.measure])

@@ -38,9 +38,10 @@ from windlass.checkpoint.format import (
     step_dir,
 )
 from windlass.errors import first_line
-from windlass.fileio import Files, to_json
+from windlass.fileio import PIECE_BYTES, Files, to_json
 
 PART, FILE = "part-{:05d}.json", "rank-{:05d}.safetensors"
+FAILED = ".failed-"  # begins the name of the directory of a save that rank 0 gave up
 SLOWEST_POLL_SECONDS = 0.25
 RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, logs and the manifest
 
@@ -59,11 +60,9 @@ class Save:
     world: int
     files: Files
     deadline: float  # seconds; how long rank 0 waits for the other ranks after its own part
-    piece_bytes: int  # per write
 
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    nbytes: int  # of this rank's tensors
     aliases: Mapping[str, str]  # of tied weights: a name, and the name under which it is saved
     base: Base | None  # of the weights that no rank writes
     meta: Mapping[str, Any]
@@ -83,7 +82,7 @@ class Save:
     def __post_init__(self) -> None:
         self.path = step_dir(self.directory, self.step)
         self.temporary = self.directory / f".saving-{self.save_id}"
-        self.tombstone = self.directory / f".failed-{self.save_id}"
+        self.tombstone = self.directory / f"{FAILED}{self.save_id}"
 
     def run(self, serial: int) -> Manifest | None:
         """Write, agree, and commit as number `serial` of the run; rank 0 returns the manifest of
@@ -114,19 +113,20 @@ class Save:
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
         if self.rank == 0:
-            size = self.nbytes * self.world  # the ranks write about as much as each other
-            if short := shortage(self.directory, size, f"checkpoint {self.path.name}"):
-                raise GivenUp(f"no room on the disk: {short}")
+            size = len(self.image) * self.world  # the ranks write about as much as each other
+            if (free := shutil.disk_usage(self.directory).free) < size + RESERVE_BYTES:
+                needs = f"{decimal(size)} and a reserve of {decimal(RESERVE_BYTES)}"
+                raise GivenUp(f"{self.path.name} needs {needs}; the disk has {decimal(free)} free")
         if self.error:
             raise GivenUp(self.error)
         part = {"host": socket.gethostname(), "files": {}, "tensors": self.tensors}
         if self.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
-            data, piece_bytes = self.image, self.piece_bytes
+            data = self.image
             with files.create(self.temporary / name) as output:
-                for at in range(0, len(data), piece_bytes):
-                    digest.update(data[at : at + piece_bytes])
-                    output.write(data[at : at + piece_bytes])
+                for at in range(0, len(data), PIECE_BYTES):
+                    digest.update(data[at : at + PIECE_BYTES])
+                    output.write(data[at : at + PIECE_BYTES])
                 output.sync()
             part["files"] = {name: {"size": len(data), "sha256": digest.hexdigest()}}
         files.replace(self.temporary / PART.format(self.rank), to_json(part), durable=False)
@@ -249,15 +249,6 @@ def _polls(seconds: float) -> Iterator[None]:
         yield
 
 
-def shortage(path: Path, needed: int, what: str) -> str:
-    """Empty if `needed` bytes and a reserve are free under `path`; otherwise a message."""
-    free = shutil.disk_usage(path).free
-    if free >= needed + RESERVE_BYTES:
-        return ""
-    need = f"{decimal(needed)} and a reserve of {decimal(RESERVE_BYTES)}"
-    return f"{what} needs {need} under {path}, and {decimal(free)} are free"
-
-
 def explain(error: BaseException) -> str:
     """An error in one line, without a traceback."""
     if isinstance(error, OSError) and error.strerror:
@@ -269,18 +260,13 @@ def explain(error: BaseException) -> str:
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
     """Remove temporary directories from a run's `checkpoints`, and give a checkpoint its name back
-    if the save in its place was interrupted; returns a note on each."""
+    if the save in its place was interrupted; returns a note on each such checkpoint."""
     files, notes = files or Files(), list[str]()
     for name in names_in(directory):
         path = directory / name
-        if name.startswith("."):
+        is_step = STEP_DIR.match(name) and path.is_dir()
+        if name.startswith(".") or (is_step and not is_whole(path)):
             files.remove_tree(path)
-            if name.startswith(".saving-"):
-                step = int(name.split("-")[1])
-                notes.append(f"removed the files of an interrupted save of step {step}")
-        elif STEP_DIR.match(name) and path.is_dir() and not is_whole(path):
-            files.remove_tree(path)
-            notes.append(f"removed the rest of {name}: its removal had been interrupted")
     for name in names_in(directory):
         if name.endswith(".replaced") and STEP_DIR.match(name):
             successor = directory / name.removesuffix(".replaced")

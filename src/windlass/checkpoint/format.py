@@ -203,13 +203,8 @@ def read_manifest(path: Path) -> Manifest:
 def hash_files(
     path: Path, sizes: Mapping[str, int], rank: int = 0, world: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """The SHA-256 of each file in this rank's share of the files, which are divided by size."""
-    load, mine = [0] * world, []
-    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        lightest = load.index(min(load))
-        load[lightest] += size
-        if lightest == rank:
-            mine.append(name)
+    """The SHA-256 of each file in this rank's share; the ranks take turns, largest files first."""
+    mine = sorted(sizes, key=lambda name: (-sizes[name], name))[rank::world]
     with ThreadPoolExecutor(THREADS) as pool:
         yield from zip(mine, pool.map(lambda name: sha256_of(path / name), mine), strict=True)
 
@@ -251,10 +246,6 @@ class Checkpoint:
     def serial(self) -> int:
         """The number of its commit in the run: higher is newer; 0 if the manifest is damaged."""
         return self.content.serial if self.content else 0
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        return self.manifest.meta
 
     @property
     def notes(self) -> list[str]:

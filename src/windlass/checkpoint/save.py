@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -18,18 +17,17 @@ from typing import Any
 import torch
 
 from windlass.checkpoint.choose import PERIODIC, Policy, read_lineage, retain
-from windlass.checkpoint.commit import FILE, Save, discard, explain
+from windlass.checkpoint.commit import FAILED, FILE, Save, discard, explain
 from windlass.checkpoint.format import Base, Manifest, checkpoints_in, names_in
 from windlass.checkpoint.shard import TYPE_NAMES, Shard
 from windlass.errors import UserError
-from windlass.fileio import PIECE_BYTES, Files, to_json
+from windlass.fileio import Files, to_json
 from windlass.telemetry.summary import Scores
 
 POLL_SECONDS = 0.1
 # Of the writer, so that it takes the time that computing threads leave. More would let a program
 # that uses every core hold it up for a second while it holds Python's lock.
 NICENESS = 10
-TEMPORARY = re.compile(r"^\.(?:saving|failed)-\d+-(\w+)-(\d+)$")
 
 
 @dataclass
@@ -41,7 +39,6 @@ class Writer:
     world: int = 1
     files: Files = field(default_factory=Files)
     deadline: float = 600.0  # seconds; how long rank 0 waits for the other ranks after its own part
-    piece_bytes: int = PIECE_BYTES  # per write
     attempt: str = "0"  # letters and digits: the same on all ranks, different at every start
     policy: Policy = field(default_factory=Policy)
     background: bool = True  # False: `write` returns after the commit
@@ -89,10 +86,8 @@ class Writer:
             world=self.world,
             files=self.files,
             deadline=self.deadline,
-            piece_bytes=self.piece_bytes,
             step=step,
             save_id=f"{step:08d}-{self.attempt}-{self._started + 1}",
-            nbytes=shard.nbytes,
             aliases=shard.aliases,
             base=self.base,
             meta={"reason": PERIODIC} | dict(meta or {}),
@@ -234,12 +229,9 @@ class Writer:
         return 1 + max(serials, default=0)
 
     def _clean_up(self, scores: Scores) -> None:
-        """Remove leftovers of earlier saves, and the checkpoints that retention does not keep."""
+        """Remove the rest of failed saves, and the checkpoints that retention does not keep."""
         for name in names_in(self.directory):
-            # Another rank may have begun a later save of this attempt: its directory stays.
-            if (match := TEMPORARY.match(name)) and (
-                match[1] != self.attempt or int(match[2]) <= self._started
-            ):
+            if name.startswith(FAILED):
                 self.files.remove_tree(self.directory / name)
         good = [saved for saved in self._known.values() if saved.serial not in self.damaged]
         why = retain(good, self.policy, scores)

@@ -45,10 +45,6 @@ class Shard:
     aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
 
     @property
-    def nbytes(self) -> int:
-        return sum(box.tensor.nbytes for box in self.boxes)
-
-    @property
     def device(self) -> torch.device | None:
         """The CUDA device of the boxes; None if they are on the host."""
         return next((box.tensor.device for box in self.boxes if box.tensor.is_cuda), None)

@@ -24,7 +24,6 @@ REASONS = {
     "best": "best",
     "every": "kept forever",
     "final": "end of the run",
-    "start": "resumed from",
 }
 
 

@@ -102,7 +102,7 @@ def _of_run(name: str, overrides: Changes) -> Source:
     tokenizer: Any = load_tokenizer(folder) if folder.is_dir() else None
     if not tokenizer and "own_model" not in run.environment:  # on the user's own data
         tokenizer = named_tokenizer(run.recipe.tokenizer, run.recipe.tokenizer_key)
-        tokenizer = tokenizer if tokenizer.vocab <= choice.meta["vocab"] else None
+        tokenizer = tokenizer if tokenizer.vocab <= choice.manifest.meta["vocab"] else None
     if tokenizer and run.recipe.model.is_new:
         tokenizer.start = None  # of the model that the tokenizer comes from
     template = Template.of_directory(folder)
@@ -145,7 +145,7 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     if model is None:
         run_path = source.run.path if source.run else None
         if source.checkpoint is not None:
-            vocab = source.open_checkpoint().meta["vocab"]
+            vocab = source.open_checkpoint().manifest.meta["vocab"]
         else:
             vocab = source.tokenizer.vocab if source.tokenizer else 0
         model = build_model(recipe, vocab, run=run_path)

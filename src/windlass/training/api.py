@@ -120,9 +120,6 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     if own_model and layout.model_ranks > 1:
         problem = f"{layout.layout}: Windlass divides the model of a recipe"
         raise UserError(f"{problem}, not your module: use data parallelism")
-    if own_model and recipe.model.kernels == "liger":
-        problem = 'model.kernels = "liger" is for the model of a recipe'
-        raise UserError(f'{problem}: apply Liger to your module, and write "torch"')
     if recipe.optim.options:
         from windlass.optim.build import library_optimizer
 

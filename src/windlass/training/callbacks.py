@@ -113,12 +113,9 @@ class UserCode:
             if not isinstance(callback, Callback):
                 problem = f"callbacks: {callback!r} is not a windlass.Callback"
                 raise UserError(f"{problem}; subclass it and give an object")
-        for name, suite in self.suites.items():
+        for name in self.suites:
             if not re.fullmatch(r"\w+", name):
                 raise UserError(f"suites: {name!r} is not a valid name; use letters, digits and _")
-            if not callable(suite):
-                problem = f"suites[{name!r}]: {suite!r} is not a function"
-                raise UserError(f"{problem}; give f(model, step), or windlass.Suite(f)")
         best = recipe.checkpoint.best
         name = best.partition(".")[0].removeprefix(OWN_SUITE)
         if best.startswith(OWN_SUITE) and name not in self.suites:
@@ -144,12 +141,7 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         sees_steps = any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
-        gathered = self.ranks.all_gather_object("user code", [sees_steps, sorted(self.code.suites)])
-        self.see_steps = any(sees for sees, _ in gathered)
-        for rank, (_, suites) in enumerate(gathered):
-            if suites != gathered[0][1]:
-                have = f"rank 0 has {gathered[0][1]}, rank {rank} has {suites}"
-                raise UserError(f"suites: {have}; give every rank the same suites")
+        self.see_steps = any(self.ranks.all_gather_object("user code", sees_steps))
 
     def stepped(self, lr: float, batch: StepBatch, result: StepResult) -> None:
         if self.see_steps:

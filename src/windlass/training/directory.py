@@ -129,7 +129,7 @@ first two."""
 def compare(checkpoint: Checkpoint, meta: Mapping[str, Any]) -> list[str]:
     """A warning for each difference between a checkpoint and this start, whose checkpoints will
     have `meta`. UserError if the data has changed."""
-    saved = {**meta, **checkpoint.meta}
+    saved = {**meta, **checkpoint.manifest.meta}
     if saved["data"] != meta["data"]:
         raise UserError(
             f"the data is not what {checkpoint.path} was trained on (fingerprint {saved['data']}, "

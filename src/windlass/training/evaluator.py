@@ -70,11 +70,7 @@ class Evaluator:
                     return None
                 measured[suite], predictions = result
                 if predictions and self.ranks.main:
-                    try:
-                        write_predictions(recorder.run.path / "eval", step, predictions)
-                    except OSError as error:  # the scores are in the ledger
-                        text = f"{suite}: the predictions were not written: {error}"
-                        recorder.console.warning(text)
+                    write_predictions(recorder.run.path / "eval", step, predictions)
         for suite, scores in measured.items():
             recorder.evaluated({"suite": suite, **scores})
         return measured

@@ -4,7 +4,6 @@ out."""
 from __future__ import annotations
 
 import gc
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -99,7 +98,7 @@ def set_up(
     if data is None:
         data = open_data(recipe, ranks, resuming=start.from_checkpoint)
     init_process_group(ranks, recipe)
-    prepare_device(recipe, ranks.device, stack)
+    prepare_device(recipe, stack)
     batch = batch_of(start, ranks, 0 if is_own else data.vocab, free_memory(ranks.device))
     horizon = horizon_of(recipe, data, is_own)
 
@@ -193,9 +192,6 @@ def set_up(
     )
     whole_at_end = measures_all(recipe, horizon, len(data.val or ()))
     trainer = Trainer(
-        recipe=recipe,
-        ranks=ranks,
-        horizon=horizon,
         samples=data.train,
         mixture=mixture,
         batch=batch,
@@ -204,7 +200,6 @@ def set_up(
         model=model,
         optimizer=optimizer,
         average=average,
-        state=state,
         scaler=scaler,
         losses=losses,
         callbacks=callbacks,
@@ -233,7 +228,7 @@ def load_state(
     if not average.tensors or not checkpoint.names(AVERAGE):
         state.averaged = 0
     # A branch may have changed `optim.kind`.
-    same_kind = checkpoint.meta.get("optimizer") == recipe.optimizer_state
+    same_kind = checkpoint.manifest.meta.get("optimizer") == recipe.optimizer_state
     averages = average.tensors if state.averaged else {}
     fill_base(checkpoint, unwrap(model), recipe, ranks)
     restore(checkpoint, model, optimizer if same_kind else None, averages)
@@ -241,17 +236,12 @@ def load_state(
     return state
 
 
-def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
-    """Configure the device until `stack` ends."""
+def prepare_device(recipe: Recipe, stack: ExitStack) -> None:
+    """Configure torch until `stack` ends."""
     if torch.are_deterministic_algorithms_enabled() != recipe.train.deterministic:
         torch.use_deterministic_algorithms(recipe.train.deterministic)  # imports torch's compiler
     if recipe.data.ragged_:
         stack.enter_context(attention_without_plans())
-        # Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave
-        # none. Its environment variable would come too late.
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        if device.type == "cuda" and not any(name in os.environ for name in names):
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from windlass import processes
-from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
+from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.format import Base, Checkpoint
 from windlass.checkpoint.save import Writer
@@ -59,7 +59,7 @@ class Saver(Writer):
             ranks.rank,
             ranks.world,
             attempt=attempt,
-            policy=policy_of(settings, horizons, read_lineage(run.path)),
+            policy=policy_of(settings, horizons),
             background=settings.background,
             base=base,
             damaged={c.serial for c in checkpoint.passed_over} if checkpoint else (),
@@ -98,7 +98,7 @@ class Saver(Writer):
                 self.base.weights if self.base else (),
             )
             meta = self.meta | {"reason": reason}
-            self.write(state.step, shard, state.to_json(), meta, recorder.scores)
+            self.write(state.step, shard, asdict(state), meta, recorder.scores)
             if self.is_own:
                 self.settle()
 
@@ -108,10 +108,8 @@ class Saver(Writer):
             self.report(self.wait(timeout))
 
     def commit(self, reason: str) -> bool:
-        """Commit the present step: wait for a save in progress, and repeat a failed one."""
+        """Commit the present step, unless a save of it is in progress or done."""
         step = self.state.step
-        if self.newest == step:
-            self.finish()
         if any(self.ranks.all_gather_object("unsaved", self.newest != step)):
             self.save(reason)
         self.finish()

@@ -5,7 +5,7 @@ losses, buffers.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,12 +59,9 @@ class TrainState:
         """Completed epochs of the training data."""
         return self.samples / horizon.samples_per_epoch
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(saved: dict[str, Any]) -> TrainState:
-        """The reverse of `to_json`; raises KeyError if a counter is missing."""
+        """The reverse of `asdict`; raises KeyError if a counter is missing."""
         return TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
 
 

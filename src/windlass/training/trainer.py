@@ -31,9 +31,8 @@ from windlass.parallel import collectives
 from windlass.parallel.parallelize import check_gradients_reduced, counted, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
 from windlass.parallel.precision import autocast
-from windlass.parallel.ranks import Ranks
 from windlass.processes import keep_freed_memory
-from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.recipe import BatchPlan
 from windlass.training.callbacks import Callbacks
 from windlass.training.evaluator import Evaluator
 from windlass.training.memory import out_of_memory, ran_out_of_memory
@@ -45,7 +44,6 @@ from windlass.training.state import (
     LossScaler,
     LossSum,
     StepResult,
-    TrainState,
     source_counts,
     step_seed,
 )
@@ -61,9 +59,6 @@ MAX_FAILED_SAVES = 3  # in a row; the run would have nothing to resume from
 class Trainer:
     """A training on one rank, set up in `rank.py`. Every rank calls a method at the same step."""
 
-    recipe: Recipe
-    ranks: Ranks
-    horizon: Horizon
     samples: Samples
     mixture: Mixture | None  # of the samples; None: they are from one source
     batch: BatchPlan
@@ -74,7 +69,6 @@ class Trainer:
     model: nn.Module  # divided among the ranks, and wrapped
     optimizer: Optimizer
     average: Average
-    state: TrainState
     scaler: LossScaler
     losses: LossSum
 
@@ -86,6 +80,9 @@ class Trainer:
     stop_at: int = 0  # the step after which to stop; 0: the last
 
     def __post_init__(self) -> None:
+        recorder = self.recorder
+        self.recipe, self.ranks = recorder.recipe, recorder.ranks
+        self.state, self.horizon = recorder.state, recorder.horizon
         device, offload = self.ranks.device, self.recipe.parallel.offload
         deferred = check_is_deferred(device, self.optimizer, offload)
         self.bad_steps = BadSteps(self.recorder, self.recipe.train, self.scaler, deferred)
