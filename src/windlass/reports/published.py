@@ -6,7 +6,6 @@ GPUs, but a line that names them; the CSV has them, with "no GPU" in every row.
 
 from __future__ import annotations
 
-import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from windlass.errors import UserError, argument, plural
 from windlass.reports.study import StudyView
-from windlass.reports.tables import Column, Table, numeric
+from windlass.reports.tables import Column, Table
 from windlass.reports.view import RunView
 from windlass.study.efficiency import Setup
 from windlass.study.study import Study
@@ -186,14 +185,11 @@ def _cell_rows(study: StudyView) -> list[Row]:
 
 
 def _setup_row(study: StudyView, setup: Setup, gpus: bool | None) -> Row:
-    """A setup of a scaling study, with the medians of its finished runs' measures."""
-    paths = {result.run.path for result in setup.finished}
-    finished = [view.values for view in study.views if view.run.path in paths]
-    medians: dict[str, Any] = {}
-    for name in dict.fromkeys(name for run in finished for name in run):
-        values: list[Any] = [run[name] for run in finished if name in run]
-        medians[name] = statistics.median(values) if numeric(values) else values[0]
-    own = {**setup.recipe.flat(), **setup.assignment, **medians, **setup.values}
+    own = {**setup.recipe.flat(), **setup.assignment}
+    for view in study.views:
+        if view.run.path == setup.result.run.path and setup.result.state == "finished":
+            own |= view.values
+    own |= setup.values
     if "precision" in setup.start:
         own["train.precision"] = setup.start["precision"]  # what `auto` was
-    return Row(own | {"setup": setup.name}, setup.state, gpus, setup.missing)
+    return Row(own | {"setup": setup.name}, setup.result.state, gpus, setup.missing)

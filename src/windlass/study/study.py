@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shlex
 import tomllib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from windlass.errors import UserError, argument, plural, require
+from windlass.errors import UserError, argument, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, typed
 from windlass.recipe.layers import dotted, study_presets
@@ -31,11 +30,9 @@ from windlass.study.numbers import BITS, RunNumbers, read_numbers
 from windlass.study.results import (
     NO_BEST,
     CellResult,
-    SeedGroup,
     Winners,
     cell_result,
     find_winners,
-    seed_groups,
 )
 from windlass.telemetry.measures import LOSS
 
@@ -50,7 +47,6 @@ Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
 class Scaling:
     mode: str  # one of `scale.MODES`
     grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
-    repeats: int = 1
     preset: str = ""  # of the study, if it comes from one
 
 
@@ -75,7 +71,7 @@ class Study:
     """A study's directory. It may gain cells; its runs and failures change while a sweep works."""
 
     path: Path
-    recipe: Recipe
+    recipe: Recipe = field(repr=False)
     cells: list[Cell] = field(repr=False)
     kind: Kind = "sweep"
     world: int = 0  # ranks of a cell without `parallel.world`; 0: one, or all ranks of a job
@@ -84,12 +80,6 @@ class Study:
     _numbers: dict[Path, tuple[tuple[int, ...], RunNumbers]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    def __repr__(self) -> str:
-        counts = Counter(result.state for result in self.results())
-        states = ", ".join(f"{count} {state}" for state, count in counts.items())
-        cells = f"{plural(len(self.cells), 'cell')} over {', '.join(self.keys)}"
-        return f"Study({self.path}: {cells}; {states})"
 
     @staticmethod
     def create(
@@ -122,7 +112,12 @@ class Study:
             example = "for example optim.lr=1e-2,1e-3"
             raise UserError(f"{path} is not a study yet: name the axes of its grid, {example}")
         kind = "scaling" if scaling else kind
-        new = Study(path, base, _cells(base, axes), kind, world, scaling)
+        cells = list[Cell]()
+        if assignments := [plain(one) for one in axes if isinstance(one, dict)]:
+            cells = cells_of(base, assignments)
+        elif len(axes):
+            cells = expand(base, read_axes(axes))
+        new = Study(path, base, cells, kind, world, scaling)
         if not write:
             return Study.open(path)._grown(new) if Study.is_study(path) else new
         try:
@@ -223,12 +218,6 @@ class Study:
     def over_hosts(self) -> bool:
         return self.cells[0].on_hosts
 
-    def cell(self, number: int) -> Cell:
-        if not 0 <= number < len(self.cells):
-            last = len(self.cells) - 1
-            raise UserError(f"{argument('only', number)}: the cells are 0 to {last}")
-        return self.cells[number]
-
     def run_of(self, cell: Cell) -> Run:
         return Run(self.path / cell.directory)
 
@@ -268,9 +257,6 @@ class Study:
                 failures[cell.key] = reason
             write_atomic(self.path / "failures.json", json.dumps(failures, indent=1))
 
-    def groups(self) -> list[SeedGroup]:
-        return seed_groups(self.results())
-
     def winners(self, results: Sequence[CellResult] = ()) -> Winners:
         if self.kind == "ladder":
             return Winners([], f"{NO_BEST}: the law of a ladder compares its cells.")
@@ -300,13 +286,6 @@ class Study:
         words = [f"{key}={typed(value)}" for key, value in settings.items()]
         words += ["--world", str(world)] if world > 1 else []
         return shlex.join(["windlass", "train", f"{self.path.as_posix()}/recipe.toml", *words])
-
-
-def _cells(base: Recipe, axes: Axes) -> list[Cell]:
-    assignments = [plain(one) for one in axes if isinstance(one, dict)]
-    if assignments:
-        return cells_of(base, assignments)
-    return expand(base, read_axes(axes)) if len(axes) else []
 
 
 class StudyPreset(BaseModel):
