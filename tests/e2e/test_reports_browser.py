@@ -1,5 +1,5 @@
 """The report's page in a real headless browser: from disk, without a network, no error, charts
-drawn, controls at work, usable with the keyboard and a screen reader, printed.
+drawn, controls at work, usable with the keyboard and a screen reader.
 """
 
 import json
@@ -165,11 +165,7 @@ def test_the_loss_is_drawn_where_the_numbers_are(opened):
         assert y == pytest.approx(y0 + (y1 - y0) * share, abs=0.3)
 
 
-def test_theme_and_axes(opened):
-    paper = "getComputedStyle(document.body).backgroundColor"
-    light = opened.page.evaluate(paper)
-    opened.page.click("#theme")
-    assert opened.page.evaluate(paper) != light
+def test_axes(opened):
     before = opened.curves("loss")[0]
     opened.page.click("text=Log loss")
     assert (opened.svg("loss", "data-y"), opened.svg("grad_norm", "data-y")) == ("log", "linear")
@@ -243,9 +239,7 @@ def test_a_study_on_a_phone(browser, reports):
         assert opened.page.inner_text("h1") == "lr=0.01 kind=cosine seed=2"
 
 
-def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_controls(
-    browser, reports
-):
+def test_runs_are_hidden_and_shown_samples_and_tables_follow_their_controls(browser, reports):
     with Opened(browser, reports["two"]) as opened:
         page = opened.page
         assert len(opened.curves("loss")) == 2
@@ -253,12 +247,6 @@ def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_c
         assert len(opened.curves("loss")) == 1 and opened.domain()[1] == 300
         page.click("#show-all")
         assert len(opened.curves("loss")) == 2
-        alone = page.locator('.chip[aria-pressed="true"]').all_inner_texts
-        page.dblclick(".chip >> nth=0")
-        assert alone() == ["one"]
-        page.focus(".chip >> nth=1")
-        page.keyboard.press("Shift+Enter")
-        assert alone() == ["other"]
         page.evaluate(
             "s = document.querySelector('#sample-step'); s.value = 0; s.dispatchEvent(new Event('input'))"
         )
@@ -269,9 +257,6 @@ def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_c
         for first in ("one", "other"):
             page.click("table.sortable th button >> text=Final training loss")
             assert page.inner_text("table.sortable tbody tr:first-child th") == first
-        page.fill("#filter", "optim.lr")
-        shown = page.locator("#settings tbody tr:not([hidden]) th").all_inner_texts()
-        assert "optim.lr" in shown and "model.layers" not in shown
 
 
 def test_the_keyboard_reaches_everything_and_reads_a_chart(opened):
@@ -289,7 +274,7 @@ def test_the_keyboard_reaches_everything_and_reads_a_chart(opened):
             break  # past the last one
         order.append(focused())
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-    expected = ["Skip to the content", "Light or dark", "Curves", "Settings", "Steps", "Log loss"]
+    expected = ["Skip to the content", "Curves", "Settings", "Steps", "Log loss"]
     expected += ["Points of Loss", "Numbers of Loss", "Points of Learning rate"]
     assert [name for name in order if name in expected] == expected
     handle = page.locator('figure[data-chart="loss"] .handle')

@@ -243,6 +243,6 @@ def test_the_verb(one, tmp_path, call, monkeypatch):
     for sources, word in (
         ((tmp_path,), "recipe.toml"),
         ((study,), "sweep first"),
-        ((one.run.path, "--out", "file/report"), "--out"),
+        ((one.run.path, "--out", "file/report"), "file/report"),
     ):
         assert word in call("report", "--no-plots", *sources, code=2)[1]

@@ -240,28 +240,14 @@ function bindControls() {
   });
   find("#reset").addEventListener("click", () => zoom(null));
   all(".chip").forEach((chip, run) => {
-    const alone = () => {
-      const now = state.hidden.size === data.runs.length - 1 && !state.hidden.has(run);
-      data.runs.forEach((_, i) => (now || i === run ? state.hidden.delete(i) : state.hidden.add(i)));
-      update();
-    };
-    chip.addEventListener("click", (event) => {
-      if (event.shiftKey) return alone();
+    chip.addEventListener("click", () => {
       if (!state.hidden.delete(run)) state.hidden.add(run);
       update();
     });
-    chip.addEventListener("dblclick", alone);
   });
   find("#show-all")?.addEventListener("click", () => {
     state.hidden.clear();
     update();
-  });
-}
-
-function bindTheme() {
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  find("#theme").addEventListener("click", () => {
-    root.dataset.theme = (root.dataset.theme || (dark.matches ? "dark" : "light")) === "dark" ? "light" : "dark";
   });
 }
 
@@ -302,14 +288,8 @@ function bindTables() {
     };
     body.append(...[...body.rows].sort(order));
   });
-  find("#filter").addEventListener("input", (event) => {
-    const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const row of all("#settings tbody tr")) row.hidden = !words.every((w) => row.textContent.toLowerCase().includes(w));
-    if (words.length) find("#settings details").open = true;
-  });
 }
 
-bindTheme();
 bindControls();
 bindSamples();
 bindTables();
@@ -318,10 +298,6 @@ let width = root.clientWidth;
 addEventListener("resize", () => {
   if (width === root.clientWidth) return;
   width = root.clientWidth;
-  update();
-});
-for (const name of ["beforeprint", "afterprint"]) addEventListener(name, () => {
-  root.classList.toggle("paper", name === "beforeprint"); // as wide as a page, and light
   update();
 });
 root.dataset.ready = "true";

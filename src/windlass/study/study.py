@@ -120,16 +120,12 @@ class Study:
         new = Study(path, base, cells, kind, world, scaling)
         if not write:
             return Study.open(path)._grown(new) if Study.is_study(path) else new
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            with locked(path / ".study.lock"):
-                before = Study.open(path) if Study.is_study(path) else None
-                study = before._grown(new) if before else new
-                if study != before:
-                    study._write()
-        except OSError as error:
-            remedy = f"give another {argument('path', 'DIR')}"
-            raise UserError(f"cannot write the study {path}: {error.strerror}; {remedy}") from None
+        path.mkdir(parents=True, exist_ok=True)
+        with locked(path / ".study.lock"):
+            before = Study.open(path) if Study.is_study(path) else None
+            study = before._grown(new) if before else new
+            if study != before:
+                study._write()
         return study
 
     def _write(self) -> None:
