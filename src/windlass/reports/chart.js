@@ -298,14 +298,9 @@ class Chart {
     const now = this.at === null ? low : nearest(xs, this.at);
     const page = Math.max(1, Math.round((high - low) / 10));
     const moves = { ArrowLeft: now - 1, ArrowDown: now - 1, ArrowRight: now + 1, ArrowUp: now + 1, PageDown: now - page, PageUp: now + page, Home: low, End: high };
-    const factor = { "+": 0.25, "=": 0.25, "-": 1 }[event.key]; // of the present range, on each side of the point
     if (event.key in moves) this.go(xs[Math.max(low, Math.min(high, moves[event.key]))]);
     else if (event.key === "Escape") this.hooks.zoom(null);
-    else if (factor) {
-      const [at, half] = [this.sx(xs[now]), factor * (this.box.right - this.box.left)];
-      this.hooks.zoom([this.sx.invert(at - half), this.sx.invert(at + half)]);
-      this.go(xs[now]);
-    } else return;
+    else return;
     event.preventDefault();
   }
 

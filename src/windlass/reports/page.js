@@ -251,28 +251,6 @@ function bindControls() {
   });
 }
 
-function bindSamples() {
-  const box = find("#samples");
-  if (!box) return;
-  const slider = find("#sample-step");
-  const pick = find("#sample-run");
-  const texts = all("article", box);
-  const show = (keep) => {
-    const run = pick ? pick.value : "0";
-    const steps = [...new Set(texts.filter((t) => t.dataset.run === run).map((t) => Number(t.dataset.step)))];
-    slider.max = String(Math.max(0, steps.length - 1));
-    slider.disabled = steps.length < 2;
-    if (!keep) slider.value = slider.max;
-    const step = steps[Number(slider.value)];
-    for (const text of texts) text.hidden = text.dataset.run !== run || Number(text.dataset.step) !== step;
-    find("#sample-at").textContent = `step ${step.toLocaleString("en-US")}`;
-  };
-  slider.addEventListener("input", () => show(true));
-  pick?.addEventListener("change", () => show(false));
-  find("#sample-controls").hidden = false;
-  show(false);
-}
-
 function bindTables() {
   for (const head of all("table.sortable th button")) head.addEventListener("click", () => {
     const column = head.parentElement.cellIndex;
@@ -291,7 +269,6 @@ function bindTables() {
 }
 
 bindControls();
-bindSamples();
 bindTables();
 update();
 let width = root.clientWidth;

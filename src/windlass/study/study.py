@@ -61,7 +61,6 @@ class StudyFile(BaseModel):
 
     kind: Kind
     world: int = 0
-    axes: dict[str, list[Any]] = {}  # for readers; the cells have them
     cells: list[StoredCell] = Field(min_length=1)
     scaling: Scaling | None = None
 
@@ -134,7 +133,6 @@ class Study:
         stored = StudyFile(
             kind=self.kind,
             world=self.world,
-            axes=self.values,
             cells=[
                 StoredCell(assignment=cell.assignment, run=cell.directory, key=cell.key)
                 for cell in self.cells
@@ -284,23 +282,6 @@ class Study:
         return shlex.join(["windlass", "train", f"{self.path.as_posix()}/recipe.toml", *words])
 
 
-class StudyPreset(BaseModel):
-    """A file of `presets/studies`: a recipe with changes, and options of `scale` or `sweep`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    verb: Literal["scale", "sweep"]
-    recipe: str  # the preset of the recipe that all cells share
-    set: dict[str, Any] = {}  # settings that it changes
-    # With `sweep`: the axes, as typed, and the ranks of each cell.
-    axes: list[str] = []
-    world: int = 1
-    # With `scale`: options of `windlass scale`.
-    mode: str = "strong"
-    grow: str = ""
-    worlds: list[int] = []
-
-
 def load_study(
     source: Any, verb: str, overrides: Changes = ()
 ) -> tuple[Recipe, dict[str, Any], Path | None]:
@@ -311,13 +292,13 @@ def load_study(
     """
     text, files = str(source), study_presets()
     if text in files and not Path(text).exists():
-        preset = StudyPreset(**tomllib.loads(files[text].read_text(encoding="utf-8")))
-        if preset.verb != verb:
-            raise UserError(f"{text} is a preset for {preset.verb}, not for {verb}")
-        recipe = Recipe.load(preset.recipe, dotted(preset.set) | dotted(overrides))
-        options = preset.model_dump(exclude={"verb", "recipe", "set"}, exclude_unset=True)
+        preset = tomllib.loads(files[text].read_text(encoding="utf-8"))
+        if (own := preset.pop("verb")) != verb:
+            raise UserError(f"{text} is a preset for {own}, not for {verb}")
+        changes = dotted(preset.pop("set", {})) | dotted(overrides)
+        recipe = Recipe.load(preset.pop("recipe"), changes)
         path = Path("studies") / f"{text}-{recipe.config_hash[:8]}"
-        return recipe, options | {"preset": text}, path
+        return recipe, preset | {"preset": text}, path
     if isinstance(source, str | Path):
         recipe = Recipe.load(source, overrides)
     else:
