@@ -83,18 +83,6 @@ def test_activations_of_a_rank():
     assert by_c[0] / by_c[2] == pytest.approx(4, rel=0.05)
 
 
-def test_a_stage_keeps_the_activations_of_as_many_micro_batches_as_follow_it():
-    settings = MODEL.model_copy(update={"layers": 8, "context": 256})
-    few, many = (
-        memory(settings, VOCAB, Layout("ddp", 4, pipeline=4, micro_batch=8, accumulation=m))
-        for m in (4, 64)
-    )
-    assert few.activations == many.activations  # at most 4 of them
-    one = memory(settings, VOCAB, Layout("ddp", 1, micro_batch=8, accumulation=4))
-    assert few.total < one.total
-    assert Layout("ddp", 4, pipeline=4, accumulation=12).bubble == 3 / 15
-
-
 def test_bytes_of_tensor_parallelism_in_bf16():
     """Products are in bf16, the embedding in fp32; tests/dist/test_estimate_bytes.py counts fp32."""
     whole, once = B * T * D * 4, WHOLE * 4 + 6 * 2 * B * T * 4

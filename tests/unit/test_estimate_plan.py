@@ -63,29 +63,22 @@ def test_steps_for_every_way_they_are_written():
 
 PEAKS = {
     ("NVIDIA A100-SXM4-80GB", "bf16"): 312,
-    ("NVIDIA A100 80GB PCIe", "fp32"): 19.5,
     ("NVIDIA H100 80GB HBM3", "bf16"): 989,
     ("NVIDIA H100 PCIe", "bf16"): 756,
-    ("NVIDIA L40S", "bf16"): 362,
     ("NVIDIA L4", "bf16"): 121,
     ("Tesla V100-SXM2-32GB", "fp16"): 125,
     ("Tesla V100-PCIE-16GB", "fp16"): 112,
-    ("NVIDIA GeForce RTX 3090", "fp16"): 71,
-    ("Tesla T4", "fp16"): 65,
     ("NVIDIA GeForce RTX 4090", "bf16"): 165.2,
     ("NVIDIA H800 SXM", "tf32"): 494,
     ("NVIDIA H100 NVL", "fp32"): 60,
     ("NVIDIA H800 PCIe", "bf16"): 756,
     ("NVIDIA GB200", "float8"): 5000,
-    ("NVIDIA B200", "bf16"): 2250,
     # what is not known is not guessed
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"): None,
     ("Tesla V100-SXM2-32GB", "bf16"): None,
     ("NVIDIA A1000", "bf16"): None,
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None,
-    ("Intel Xeon", "fp32"): None,
     ("NVIDIA H200", "fp64"): None,
-    ("", "bf16"): None,
 }
 
 
@@ -195,22 +188,15 @@ def test_a_plan_before_the_data_is_prepared_names_the_command_that_prepares_it()
 
 SAID = {"user": "what is it?", "assistant": "it is so, always"}
 CHAT = {"messages": [{"role": role, "content": text} for role, text in SAID.items()]}
-ASKED = {"question": "Who wrote it?", "answers": [{"text": "Ada", "answer_start": 0}]}
-TOLD = {"context": "Ada wrote it in 1843.", "qas": [{"id": str(i)} | ASKED for i in range(12)]}
-SQUAD = {"data": [{"title": "t", "paragraphs": [TOLD]}]}
 
 
-@pytest.mark.parametrize("kind", ["text", "chat", "squad"])
+@pytest.mark.parametrize("kind", ["text", "chat"])
 def test_after_preparing_everything_is_known(tmp_path, kind):
     write_corpus(tmp_path / "text", 4000)
     (tmp_path / "chat.jsonl").write_text((json.dumps(CHAT) + "\n") * 12, encoding="utf-8")
-    (tmp_path / "squad").write_text(json.dumps(SQUAD), encoding="utf-8")
-    other = json.dumps(SQUAD).replace("1843", "1844").replace('"t"', '"u"')
-    (tmp_path / "other").write_text(other, encoding="utf-8")
     own = ["train.steps=2 epochs", f"data.format={kind}"] + {
         "text": ["data.source=text"],
         "chat": ["data.source=chat.jsonl", "data.tokenizer=char"],
-        "squad": ["data.source=squad:squad", "data.eval_source=squad:other", "data.tokenizer=char"],
     }[kind]
     own += ["model.context=64", "train.global_batch=4", "train.micro_batch=4"]
     assert plan("quickstart", own, device="A100-80GB").steps is None

@@ -7,11 +7,8 @@ import pytest
 from report_fixtures import rows_of
 from scaling_fixtures import build_scaling, phases, worlds
 
-from windlass.reports.contents import Contents
-from windlass.reports.page import page
 from windlass.reports.plots import draw
-from windlass.reports.scaling import recommended, scaling_charts, sentences, setup_table, terminal
-from windlass.reports.study import StudyView
+from windlass.reports.scaling import recommended, scaling_charts, setup_table, terminal
 from windlass.reports.write import report
 from windlass.study.efficiency import read_setups
 from windlass.study.grid import WORLD
@@ -97,19 +94,6 @@ def test_charts_have_the_ideal_line(strong):
     assert draw(throughput).axes[0].get_legend_handles_labels()[1] == ["measured", "ideal"]
 
 
-def test_the_terminals_table_leaves_no_setup_out(strong):
-    from rich.console import Console
-
-    table = read_setups(strong)
-    for width in (60, 200):
-        console = Console(width=width, file=io.StringIO())
-        console.print(*terminal(strong, table, width), sep="\n")
-        text = console.file.getvalue()
-        assert "1 host, 8 ranks" in text and "100.0 %" in text
-        assert max(map(len, text.splitlines())) <= width
-    assert sentences(strong, table)[0].startswith("Step: the median")
-
-
 def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp_path):
     written = report(strategies.path, tmp_path, plots=False)
     html, table = written.page.read_text(), read_setups(strategies)
@@ -152,14 +136,3 @@ def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategie
         settings=["eval.suites=['loss', 'squad']", "data.format=squad", "data.source=squad"],
     )
     assert [(row["Exact match"], row["F1"]) for row in shown(scored)] == [("12.5", "25.0")] * 2
-
-
-def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
-    scaling, step = Scaling("strong"), lambda a: phases(50.0)
-    study = build_scaling(tmp_path / "s", scaling, worlds(1, 2), step, waiting=[1])
-    seen = StudyView(study.path)
-    assert [row.result.state for row in seen.setups] == ["finished", "waiting"]
-    assert charts_of(study) == []
-    assert "not run yet" in setup_table(study, seen.setups).csv()
-    assert "waiting" in page(Contents(seen.views, seen))
-    assert sentences(study, read_setups(study))

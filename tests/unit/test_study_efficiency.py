@@ -114,21 +114,6 @@ def test_weak_efficiency_is_baseline_over_current_time_of_a_step(build, grow):
         assert two.values["ratio"] == pytest.approx(longer), "as an exercise prints it"
 
 
-def test_perfect_scaling_of_a_growing_model_is_100_percent(build):
-    """The embedding of a wide vocabulary does not grow, so a device computes less with more ranks."""
-    cells, models = worlds(1, 2, 4, 8, model__layers=lambda n: 2 * n), dict[int, int]()
-    for world in (1, 2, 4, 8):
-        model = MODEL.model_copy(update={"layers": 2 * world})
-        models[world] = flops_per_token(model, VOCAB) // world
-    took = {world: 100.0 * flops / models[1] for world, flops in models.items()}
-    study = build(Scaling("weak", "model"), cells, took, cores=16)
-    table = read_setups(study)
-    assert column(table, "efficiency") == pytest.approx([1] * 4, abs=1e-3)
-    assert not [remark for row in table for remark in row.remarks]
-    measured, ideal = (one.y for one in scaling_charts(study.scaling, table)[0].series)
-    assert measured.tolist() == pytest.approx(ideal.tolist(), rel=1e-3)
-
-
 def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_noise(build):
     took, probed = {1: 100.0, 2: 60.0, 4: 20.0}, {2: 50.0, 4: 25.0}
     study = build(

@@ -126,7 +126,6 @@ GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
         ("", {"mode": "weak", "grow": "data"}, ["batch or model"]),
         ("model.layers=3 train.global_batch=6", GROWN, ["model.layers = 3", "of 2"]),
         ("", {"mode": "strategies"}, ["mode=strategies", "give one"]),
-        ("", {"mode": "layouts"}, ["mode=layouts", "strategies"]),
         ("", {"worlds": ()}, ["worlds=[1, 2, 4]"]),
         ("", {"nodes": (1,)}, ["nodes=[1]", "worlds=[1, 2]"]),
     ],
