@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from windlass.errors import by_text, plural
 from windlass.reports.law import LawView
-from windlass.reports.scaling import describe_scaling
+from windlass.reports.scaling import DESCRIPTIONS
 from windlass.reports.study import Recommendation, StudyView
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS
@@ -104,15 +104,13 @@ def worked(view: RunView) -> Answer:
     step = view.numbers.step
     done = f"{step:,} of {plural(int(view.start.get('steps', step)), 'step')}"
     killed = kills(view)
-    last_was_killed = killed[-1:] == [max(view.reached, default=0)]
     match view.state:
         case "finished" if divergence(view):
             text, mark = f"No: the loss diverged, {done}", "bad"
         case "finished":
             text, mark = f"Yes: finished {done}", "good"
         case "failed":
-            how = "killed" if last_was_killed else "failed"
-            text, mark = f"No: {how} after {done}", "bad"
+            text, mark = f"No: failed after {done}", "bad"
         case "running":
             text, mark = f"Not yet: running, {done}", "open"
         case "new":
@@ -271,7 +269,7 @@ def _study_head(
     answers = [Answer(WORKED, text, others, "open" if others else "good")]
     scaling, path = seen.study.scaling, seen.study.path.resolve()
     if scaling:
-        kicker, subtitle = "A scaling study", describe_scaling(scaling)
+        kicker, subtitle = "A scaling study", DESCRIPTIONS[scaling.kind]
         answers += _scaling(seen, recommendations)
     else:
         kicker = "A ladder" if law else "A study"

@@ -153,28 +153,6 @@ function legend(figure, series, spec) {
   }
 }
 
-/** The numbers of a chart as a table: all points of short lines, and a choice of those of long ones. */
-function numbers({ figure, chart, spec }) {
-  const series = seriesOf(spec).filter((s) => s.name && !s.faint);
-  const some = (xs) => xs.filter((_, i) => xs.length <= 24 || i % Math.ceil(xs.length / 24) === 0 || i === xs.length - 1);
-  const places = [...new Set(series.flatMap((s) => some(s.x)))].sort((a, b) => a - b);
-  const host = find(".numbers .scroll", figure);
-  host.replaceChildren();
-  const row = (parent, names, tag) => {
-    const line = html("tr", "", null, parent);
-    names.forEach((name, i) => {
-      const cell = html(i ? tag : "th", i ? "n" : "", name, line);
-      if (cell.tagName === "TH") cell.scope = tag === "th" ? "col" : "row";
-    });
-  };
-  const table = html("table", "", null, host);
-  const first = ownAxis(spec) ? spec.x.label : AXES[state.axis].label(chart.domains().high);
-  row(html("thead", "", null, table), [first, ...series.map((s) => s.name)], "th");
-  const body = html("tbody", "", null, table);
-  for (const x of places) row(body, [chart.model.x.text(x), ...series.map((s) => (s.x.includes(x) ? valueText(s.y[s.x.indexOf(x)]) : ""))], "td");
-  reachable();
-}
-
 /** What scrolls sideways can be scrolled with the keyboard. */
 function reachable() {
   for (const box of all(".scroll")) {
@@ -188,9 +166,7 @@ const drawn = all("figure[data-chart]").map((figure) => {
   const title = find("h3", figure).textContent;
   const chart = new Chart(find(".plot", figure), { hover, zoom: ownAxis(spec) ? () => {} : zoom, title });
   chart.spec = spec;
-  const one = { figure, spec, chart };
-  find(".numbers", figure).addEventListener("toggle", (event) => event.target.open && numbers(one));
-  return one;
+  return { figure, spec, chart };
 });
 
 function update() {
@@ -201,7 +177,6 @@ function update() {
     const height = tall ? (narrow ? 270 : 390) : narrow ? 180 : 210;
     chart.draw({ series, restarts: restartsOf(spec), x: xAxis(spec), y: { log: tall ? state.logY : spec.y.log, zero: spec.y.zero }, height });
     legend(figure, series, spec);
-    if (find(".numbers", figure).open) numbers({ figure, chart, spec });
   }
   all(".chip").forEach((chip, run) => {
     chip.setAttribute("aria-pressed", String(!state.hidden.has(run)));

@@ -41,14 +41,6 @@ DESCRIPTIONS = {
 }
 
 
-def kind_of(scaling: Scaling) -> str:
-    return f"{scaling.mode} {scaling.grow}".strip()
-
-
-def describe_scaling(scaling: Scaling) -> str:
-    return DESCRIPTIONS[kind_of(scaling)]
-
-
 def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
     """A row for each setup. The CSV has every number; people see the columns with a value."""
     strategies = any("recommended" in row.values for row in setups)
@@ -84,7 +76,7 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     measured = [row for row in setups if row.measured]
     text = [
         "Step: the median over the lines of the ledger that begin after "
-        f"{WARMUP} steps of each start. {FORMULAS[kind_of(scaling)]}"
+        f"{WARMUP} steps of each start. {FORMULAS[scaling.kind]}"
     ]
     text += by_text((row.name, f"{remark}.") for row in setups for remark in row.remarks)
     text += by_text((row.name, row.result.reason) for row in setups if row.result.reason)

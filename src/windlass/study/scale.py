@@ -124,7 +124,7 @@ def scaling_of(
     if before is None:
         return Scaling(mode, grow, preset)
     if (mode, grow) != (before.mode, before.grow):
-        words = argument("mode", " ".join(filter(None, (before.mode, before.grow))))
+        words = argument("mode", before.kind)
         raise UserError(f"the existing study has {words}: give another {argument('path', 'DIR')}")
     return before
 

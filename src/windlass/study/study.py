@@ -49,6 +49,10 @@ class Scaling:
     grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
     preset: str = ""  # of the study, if it comes from one
 
+    @property
+    def kind(self) -> str:
+        return f"{self.mode} {self.grow}".strip()
+
 
 class StoredCell(BaseModel):
     assignment: Assignment
