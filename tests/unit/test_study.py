@@ -233,7 +233,6 @@ def test_an_untrained_model_does_not_win(create):
     [
         ("recipe.toml", "layers = 4", "layers = 3"),
         ("study.json", '"key"', '"other"'),
-        ("study.json", '"sweep"', '"swept"'),
         ("study.json", '"assignment"', '"assigned"'),
         ("study.json", "{", "["),
     ],

@@ -128,6 +128,7 @@ GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
         ("", {"mode": "strategies"}, ["mode=strategies", "give one"]),
         ("", {"worlds": ()}, ["worlds=[1, 2, 4]"]),
         ("", {"nodes": (1,)}, ["nodes=[1]", "worlds=[1, 2]"]),
+        ("", {"worlds": (1, 3), "nodes": (1, 2)}, ["2 hosts cannot share 3 ranks"]),
     ],
 )
 def test_what_cannot_be_measured_is_one_message(tmp_path, settings, options, words):
@@ -253,19 +254,9 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
     create("cpu", [1, 2], [1, 2], "parallel.device=cpu")
     one, two = scripts("submit", "cpu", *resources)
     assert "--min-busbw" not in one and "--min-busbw 5" in two  # one rank has no bandwidth
-    create("same", [1, 2], [1, 1])
-    (one,) = scripts("submit", "same", *resources)
-    assert "--ntasks-per-node=2" in one and ("--array=0-1" in one or "--array=0,1" in one)
     create("few", [1, 2, 4], [1, 1, 2])
     few = scripts("submit", "few", *resources)
     assert ["nodes=2" in text for text in few] == [False, True]
-    for nodes, worlds, message in (
-        ("1,2", "1,3", "2 hosts cannot share 3 ranks"),
-        ("1", "1,2", "one number of hosts for each of --worlds"),
-        ("0", "2", "numbers of ranks and hosts are 1 and more"),
-    ):
-        more = ["--nodes", nodes, "--worlds", worlds, "--dir", "none"]
-        assert message in call("scale", "quickstart", *more, code=2)[1]
     words = ["--worlds", "2,4", "--nodes", "1,2"]
     shown, _ = call("scale", "quickstart", *words, "--dir", "typed")
     assert "waiting" in shown and "`windlass submit typed`" in shown
