@@ -141,8 +141,6 @@ def test_layouts_are_sorted_by_time_and_fit():
         assert len(set(divisions)) == len(divisions)
     # with room for everything, data parallelism without any cost
     assert rows[0].settings == {"train.micro_batch": 64}
-    own = GPT2.replace(rows[0].settings)
-    assert [r.chosen for r in layout_rows(own, 50304, machine(8, 40))[0]] == [True] + [False] * 7
 
 
 def test_nothing_fits():

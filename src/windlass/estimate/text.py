@@ -95,9 +95,10 @@ def _print_memory(plan: Any, console: Console) -> None:
         if not ours and not measured:
             parts |= dict.fromkeys(("activations", "logits", "buffers"), "?")
         strategy = "offload" if row.layout.offload else row.layout.strategy
+        strategy += " *" if row.chosen else ""
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
         largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
-        place = (_marked(strategy, row.chosen), row.layout.checkpointing)
+        place = (strategy, row.layout.checkpointing)
         cells.append((*place, *parts.values(), fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
     if ours or measured:
@@ -134,16 +135,9 @@ def _print_layouts(plan: Any, console: Console) -> None:
     for row in rows:
         one = row.layout
         division = f"{one.tensor:>2} {one.context:>2} {one.pipeline:>2}"
-        numbers = (str(one.micro_batch), f"{1e3 * row.seconds:,.0f}")
-        cells.append(
-            (
-                _marked(division, row.chosen),
-                one.strategy,
-                one.checkpointing,
-                *numbers,
-                f"{row.memory.total / size:,.1f}",
-            )
-        )
+        numbers = (f"{1e3 * row.seconds:,.0f}", f"{row.memory.total / size:,.1f}")
+        how = (one.strategy, one.checkpointing, str(one.micro_batch))
+        cells.append((division, *how, *numbers))
     head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "all")
     notes = [
         "Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest.",
@@ -152,11 +146,6 @@ def _print_layouts(plan: Any, console: Console) -> None:
     ]
     title += f" that fit, memory of the fullest rank in {unit}"
     _section(console, title, {}, head, cells, 3, notes)
-
-
-def _marked(text: str, chosen: bool) -> str:
-    """The text with the mark of the recipe's own layout."""
-    return f"{text} *" if chosen else text
 
 
 def _unit(most: float) -> tuple[str, float]:
