@@ -62,7 +62,7 @@ def test_axes_are_crossed_and_the_last_changes_fastest():
     [
         (["model.heads=3,4,5"], ["model.heads=3", "model.heads=5"]),
         (["optim.lr=0.1,1e-1"], ["lr=0.1"]),
-        (["optim.lr=1,2", "optim.lr=3,4"], ["optim.lr", "two axes"]),
+        (["optim.lr=1,2", "optim.lr=3,4"], ["equal", "lr=3"]),
         (["optim.lrr=1,2"], ["optim.lrr", "optim.lr?"]),
         (["parallel.world=0,many"], ["parallel.world=0", "parallel.world=many"]),
     ],

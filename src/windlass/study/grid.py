@@ -97,9 +97,6 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
     """All cells of a grid, with validated recipes; the last axis changes fastest."""
     axes = list(axes)
     keys = [key for axis in axes for key in axis.keys]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UserError(f"{key}: two axes of the grid set it")
     combinations = itertools.product(*(axis.values for axis in axes))
     rows = (itertools.chain(*values) for values in combinations)
     typed_here = (dict(zip(keys, row, strict=True)) for row in rows)
