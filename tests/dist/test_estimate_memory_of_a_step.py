@@ -22,9 +22,8 @@ SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch
     "activations": (WIDE | {"layers": 10, "tie_head": False, "activation": "relu2"}, 50, 4),
     "modern": (WIDE | MODERN, 300, 2),
 }
-# a large embedding and head; in the second one the loss is computed in chunks
-SMALL = WIDE | {"layers": 3, "context": 32, "tie_head": False}
-TABLES = {"tables": (SMALL, 3000, 1), "chunks": (SMALL, 60_000, 8)}
+# a large embedding and head
+TABLES = {"tables": (WIDE | {"layers": 3, "context": 32, "tie_head": False}, 3000, 1)}
 
 
 def compare(shape, world=1, accumulation=1, **overrides):

@@ -1,5 +1,5 @@
 """The report's page in a real headless browser: from disk, without a network, no error, charts
-drawn, controls at work, usable with the keyboard and a screen reader, printed.
+drawn, controls at work, usable with the keyboard and a screen reader.
 """
 
 import json
@@ -130,11 +130,6 @@ def test_every_page_opens_without_a_complaint_and_fits_its_window(
         ids = "nodes => nodes.map(n => n.dataset.chart)"
         figures = opened.page.eval_on_selector_all("figure", ids)
         assert (len(figures) == 0) == (name == "empty")
-        opened.page.eval_on_selector_all(".numbers", "nodes => nodes.forEach(n => n.open = true)")
-        opened.page.wait_for_function(
-            "document.querySelectorAll('figure table').length == document.querySelectorAll('figure').length"
-        )
-        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
         for chart in figures:
             curves = opened.curves(chart)
             assert curves and not [d for d in curves if "NaN" in d or "undefined" in d], chart
@@ -165,11 +160,7 @@ def test_the_loss_is_drawn_where_the_numbers_are(opened):
         assert y == pytest.approx(y0 + (y1 - y0) * share, abs=0.3)
 
 
-def test_theme_and_axes(opened):
-    paper = "getComputedStyle(document.body).backgroundColor"
-    light = opened.page.evaluate(paper)
-    opened.page.click("#theme")
-    assert opened.page.evaluate(paper) != light
+def test_axes(opened):
     before = opened.curves("loss")[0]
     opened.page.click("text=Log loss")
     assert (opened.svg("loss", "data-y"), opened.svg("grad_norm", "data-y")) == ("log", "linear")
@@ -243,9 +234,7 @@ def test_a_study_on_a_phone(browser, reports):
         assert opened.page.inner_text("h1") == "lr=0.01 kind=cosine seed=2"
 
 
-def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_controls(
-    browser, reports
-):
+def test_runs_are_hidden_and_shown_samples_and_tables_follow_their_controls(browser, reports):
     with Opened(browser, reports["two"]) as opened:
         page = opened.page
         assert len(opened.curves("loss")) == 2
@@ -253,25 +242,11 @@ def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_c
         assert len(opened.curves("loss")) == 1 and opened.domain()[1] == 300
         page.click("#show-all")
         assert len(opened.curves("loss")) == 2
-        alone = page.locator('.chip[aria-pressed="true"]').all_inner_texts
-        page.dblclick(".chip >> nth=0")
-        assert alone() == ["one"]
-        page.focus(".chip >> nth=1")
-        page.keyboard.press("Shift+Enter")
-        assert alone() == ["other"]
-        page.evaluate(
-            "s = document.querySelector('#sample-step'); s.value = 0; s.dispatchEvent(new Event('input'))"
-        )
-        assert page.inner_text("#sample-at") == "step 0"
-        assert "def step_0(self)" in page.inner_text("article:not([hidden]) pre")
-        page.select_option("#sample-run", "1")
-        assert page.inner_text("#sample-at") == "step 300"
+        page.click("#samples summary >> text=one, step 0")
+        assert "def step_0(self)" in page.inner_text("#samples details >> nth=0")
         for first in ("one", "other"):
             page.click("table.sortable th button >> text=Final training loss")
             assert page.inner_text("table.sortable tbody tr:first-child th") == first
-        page.fill("#filter", "optim.lr")
-        shown = page.locator("#settings tbody tr:not([hidden]) th").all_inner_texts()
-        assert "optim.lr" in shown and "model.layers" not in shown
 
 
 def test_the_keyboard_reaches_everything_and_reads_a_chart(opened):
@@ -289,8 +264,8 @@ def test_the_keyboard_reaches_everything_and_reads_a_chart(opened):
             break  # past the last one
         order.append(focused())
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-    expected = ["Skip to the content", "Light or dark", "Curves", "Settings", "Steps", "Log loss"]
-    expected += ["Points of Loss", "Numbers of Loss", "Points of Learning rate"]
+    expected = ["Skip to the content", "Curves", "Settings", "Steps", "Log loss"]
+    expected += ["Points of Loss", "Points of Learning rate"]
     assert [name for name in order if name in expected] == expected
     handle = page.locator('figure[data-chart="loss"] .handle')
     handle.focus()
@@ -306,18 +281,13 @@ def test_the_keyboard_reaches_everything_and_reads_a_chart(opened):
         spoken = float(re.search(r"training ([\d.]+)", text)[1])
         assert spoken == pytest.approx(losses[place], rel=1e-3)
         assert page.inner_text(".tip").startswith(f"step {steps[place]}")
-    page.keyboard.press("Home")
-    page.keyboard.press("+")
-    assert opened.domain()[1] < 220 and handle.get_attribute("aria-valuenow") == "0"
+    opened.drag("loss", 0.5, 0.8)
+    assert opened.domain()[0] > 100
+    handle.focus()
     page.keyboard.press("Escape")
     assert opened.domain()[:2] == [0, 400]
-    page.keyboard.press("Tab")
+    handle.blur()
     assert page.is_hidden(".tip")
-    page.keyboard.press("Enter")  # the numbers of the chart
-    table = page.locator('figure[data-chart="loss"] .numbers table')
-    assert table.locator("thead").inner_text().split() == ["steps", "training", "validation"]
-    last = table.locator("tbody tr").last.inner_text().split("\t")
-    assert last[0] == "step 400" and float(last[1]) == pytest.approx(losses[-1], rel=1e-3)
     assert page.get_attribute('figure[data-chart="loss"] .plot svg', "aria-label") == "Loss"
 
 

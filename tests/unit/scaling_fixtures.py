@@ -12,7 +12,7 @@ from report_fixtures import stamp
 
 from windlass.model.size import count
 from windlass.recipe import Recipe
-from windlass.study.grid import REPEAT, WORLD, Assignment, cells_of
+from windlass.study.grid import WORLD, Assignment, cells_of
 from windlass.study.probe import probe_dir
 from windlass.study.study import Scaling, Study
 
@@ -127,12 +127,11 @@ def build_scaling(
     return study
 
 
-def worlds(*ranks, repeats=1, **settings):
+def worlds(*ranks, **settings):
     cells = []
-    for repeat in range(1, repeats + 1):
-        for n in ranks:
-            own = {key.replace("__", "."): value(n) for key, value in settings.items()}
-            cells.append({WORLD: n} | ({REPEAT: repeat} if repeats > 1 else {}) | own)
+    for n in ranks:
+        own = {key.replace("__", "."): value(n) for key, value in settings.items()}
+        cells.append({WORLD: n} | own)
     return cells
 
 

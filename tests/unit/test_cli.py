@@ -15,7 +15,7 @@ import pytest
 
 import forked
 from helpers import TINY, overrides, refused, tiny_recipe, windlass
-from windlass import Recipe, Study, evaluate, export, prepare, report, train, verification
+from windlass import Recipe, evaluate, export, prepare, train, verification
 from windlass.cli import VERBS, main, models
 from windlass.cli import train as train_verbs
 from windlass.evaluation.api import Evaluation, write
@@ -221,14 +221,16 @@ def test_a_directory_that_cannot_be_written_is_one_message(tmp_path: Path, corpu
     for remedy, call in (
         ("another run.dir", lambda: train(run.recipe.replace(f"run.dir={under}"))),
         ("another data.dir", lambda: prepare(new.replace(f"data.dir={under}"))),
-        ("another path", lambda: Study.create(run.recipe, ["optim.lr=1,2"], under)),
         ("another directory", lambda: export(run.path, under)),
         ("another place as out=DIR", lambda: evaluate(run.path, ["loss"], out=under)),
-        ("another place as out=DIR", lambda: report(run.path, out=str(under))),
         ("another name", lambda: write_first_recipe(under / "mine.toml")),
     ):
         with refused(str(under), remedy):
             call()
+    study = ("sweep", "quickstart", "optim.lr=1,2", "--create", "--dir")
+    for words in (study, ("report", run.path, "--no-plots", "--out")):
+        error = windlass(*words, under, code=2).stderr
+        assert str(under) in error and "another path" in error
 
 
 def test_a_setting_written_as_an_option_is_answered_with_its_form() -> None:

@@ -59,7 +59,7 @@ def test_a_row_for_every_run_in_strict_json(top):
         (row["run"], row["state"], row["step"], row["steps"], row["best_loss"]) for row in rows
     ] == [
         ("done", "finished", 100, 100, 3.25),
-        ("killed", "failed", 30, 70, None),
+        ("killed", "failed", 30, None, None),
         ("stopped", "preempted", 40, 100, 3.75),
         ("study/cells/a", "running", 20, 50, None),
     ]
@@ -78,7 +78,7 @@ def test_where_runs_are_and_are_not_looked_for(top):
     assert [row.run for row in overview(top / "done")] == ["done"]
     edit(Run(top / "study" / "cells" / "a"), lambda line: line | {"time": stamp(6 * line["step"])})
     assert [(row.run, row.left_s) for row in overview(top / "study")] == [("cells/a", 180.0)]
-    (top / "new").mkdir()  # only begun, and with the recipe of another version
+    (top / "new").mkdir()
     (top / "new" / "recipe.toml").write_text("[unheard]\nof = 1\n")
     (row,) = overview(top / "new")
     assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None)

@@ -23,7 +23,6 @@ from windlass.model.gpt import GPT, initialise
 from windlass.model.quantised import use_float8
 from windlass.model.size import CountedSizes, count
 from windlass.optim import muon, shard
-from windlass.parallel.parallelize import checkpoint_activations
 from windlass.recipe import ModelSettings, Recipe
 
 BASE = {"layers": 2, "heads": 4, "width": 64, "context": 128}
@@ -120,23 +119,6 @@ def test_what_autograd_saves_with_a_stream_in_bf16(monkeypatch, over):
     step, layers = Tensors(*ranks_of(settings, VOCAB, Layout("single", **low))), settings.layers
     predicted = step.saved(layers) + layers * step.copies + step.root_saved() + step.logits()[1]
     assert predicted == pytest.approx(saved_bytes(settings, "bf16"), rel=2e-3)
-
-
-@pytest.mark.parametrize("how", ["full", "selective"])
-@pytest.mark.parametrize(
-    "over", [{}, {"activation": "swiglu", "norm": "rmsnorm", "position": "rope"}]
-)
-def test_checkpointed_blocks_save_less(how, over):
-    """The memory that a checkpointed block releases comes back at the latest with its graph: count
-    what stays.
-    """
-    settings = ModelSettings(**{**BASE, **over})
-    model = GPT(settings, VOCAB)
-    initialise(model, 0)
-    checkpoint_activations(model.blocks, how)
-    tokens = torch.zeros(BATCH, settings.context, dtype=torch.int64)
-    left = allocations(lambda: model(tokens, tokens))[-1]
-    assert predicted_bytes(settings, "fp32", how) == pytest.approx(left, rel=0.01)
 
 
 @pytest.mark.parametrize("over", [{}, {"logit_cap": 15.0}])

@@ -63,29 +63,22 @@ def test_steps_for_every_way_they_are_written():
 
 PEAKS = {
     ("NVIDIA A100-SXM4-80GB", "bf16"): 312,
-    ("NVIDIA A100 80GB PCIe", "fp32"): 19.5,
     ("NVIDIA H100 80GB HBM3", "bf16"): 989,
     ("NVIDIA H100 PCIe", "bf16"): 756,
-    ("NVIDIA L40S", "bf16"): 362,
     ("NVIDIA L4", "bf16"): 121,
     ("Tesla V100-SXM2-32GB", "fp16"): 125,
     ("Tesla V100-PCIE-16GB", "fp16"): 112,
-    ("NVIDIA GeForce RTX 3090", "fp16"): 71,
-    ("Tesla T4", "fp16"): 65,
     ("NVIDIA GeForce RTX 4090", "bf16"): 165.2,
     ("NVIDIA H800 SXM", "tf32"): 494,
     ("NVIDIA H100 NVL", "fp32"): 60,
     ("NVIDIA H800 PCIe", "bf16"): 756,
     ("NVIDIA GB200", "float8"): 5000,
-    ("NVIDIA B200", "bf16"): 2250,
     # what is not known is not guessed
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"): None,
     ("Tesla V100-SXM2-32GB", "bf16"): None,
     ("NVIDIA A1000", "bf16"): None,
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None,
-    ("Intel Xeon", "fp32"): None,
     ("NVIDIA H200", "fp64"): None,
-    ("", "bf16"): None,
 }
 
 
@@ -107,8 +100,6 @@ def test_a_plan_of_every_preset(name):
     inputs = PlanInputs(recipe, world, device, "bf16", 65, 10_000, context)
     result = assemble(inputs, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))
     assert json.loads(json.dumps(result.as_dict()))["speed"]["basis"] == "measured"
-    assert result.milestones[-1].what == "end"
-    assert result.milestones[-1].first_seconds == pytest.approx(result.seconds)
     assert result.device_hours == pytest.approx(result.seconds * world / 3600)
     assert "checkpoint" in result.not_counted
     if recipe.model.kind == "gpt":
@@ -126,12 +117,12 @@ def test_what_is_not_known_is_none_and_has_a_reason():
     assert chars.size.parameters is chars.size.vocab is None
     assert chars.size.non_embedding == 787_584
     assert chars.flops is chars.size.checkpoint_bytes is chars.speed is None and not chars.memory
-    assert chars.steps == 100 and chars.milestones[-1].first == 100
+    assert chars.steps == 100 and chars.milestones["checkpoint"]
     assert {"size", "time", "epochs"} <= set(chars.unknown) and "steps" not in chars.unknown
     epochs = plan("quickstart", [f"data.source={text}", "train.steps=3 epochs"], device="A100-80GB")
     assert epochs.size.parameters == 820_480 and epochs.memory and epochs.checkpoints is None
     assert epochs.steps is epochs.seconds is None
-    assert epochs.milestones == [] and epochs.seconds_per_step > 0
+    assert epochs.milestones == {} and epochs.seconds_per_step > 0
     assert "prepare them first" in epochs.unknown["steps"]
     result = plan("gpt2-124m", device="A100-80GB", world=8)
     assert result.checkpoints is None and "epochs" in result.unknown["checkpoints"]
@@ -197,29 +188,22 @@ def test_a_plan_before_the_data_is_prepared_names_the_command_that_prepares_it()
 
 SAID = {"user": "what is it?", "assistant": "it is so, always"}
 CHAT = {"messages": [{"role": role, "content": text} for role, text in SAID.items()]}
-ASKED = {"question": "Who wrote it?", "answers": [{"text": "Ada", "answer_start": 0}]}
-TOLD = {"context": "Ada wrote it in 1843.", "qas": [{"id": str(i)} | ASKED for i in range(12)]}
-SQUAD = {"data": [{"title": "t", "paragraphs": [TOLD]}]}
 
 
-@pytest.mark.parametrize("kind", ["text", "chat", "squad"])
+@pytest.mark.parametrize("kind", ["text", "chat"])
 def test_after_preparing_everything_is_known(tmp_path, kind):
     write_corpus(tmp_path / "text", 4000)
     (tmp_path / "chat.jsonl").write_text((json.dumps(CHAT) + "\n") * 12, encoding="utf-8")
-    (tmp_path / "squad").write_text(json.dumps(SQUAD), encoding="utf-8")
-    other = json.dumps(SQUAD).replace("1843", "1844").replace('"t"', '"u"')
-    (tmp_path / "other").write_text(other, encoding="utf-8")
     own = ["train.steps=2 epochs", f"data.format={kind}"] + {
         "text": ["data.source=text"],
         "chat": ["data.source=chat.jsonl", "data.tokenizer=char"],
-        "squad": ["data.source=squad:squad", "data.eval_source=squad:other", "data.tokenizer=char"],
     }[kind]
     own += ["model.context=64", "train.global_batch=4", "train.micro_batch=4"]
     assert plan("quickstart", own, device="A100-80GB").steps is None
     prepare(Recipe.load("quickstart", own))
     result = plan("quickstart", own, device="A100-80GB")
     assert result.unknown == {} and result.steps > 0 and result.seconds > 0 and result.memory
-    assert result.epochs == pytest.approx(2, abs=0.5) and not result.taken_as_full
+    assert result.epochs == pytest.approx(2, abs=0.5)
 
 
 @pytest.mark.parametrize("buckets", [True, False])
@@ -265,8 +249,7 @@ def test_a_live_run_says_what_is_left(tmp_path):
     assert (result.device.kind, result.size.vocab) == ("cpu", 257)
     assert result.seconds == pytest.approx(6.0 + 3 * 2.0), "evaluations at 50, 75, 100"
     assert result.speed.basis == "measured"
-    first = {m.what: m for m in result.milestones}["evaluation"]
-    assert (first.first, first.first_seconds) == (50, pytest.approx(1.0 + 2.0))
+    assert result.milestones["evaluation"] == 3
 
 
 def test_an_unknown_device_and_runs_by_their_paths(call, tmp_path):
@@ -281,7 +264,7 @@ def test_an_unknown_device_and_runs_by_their_paths(call, tmp_path):
     speed = json.loads(call(*past)[0])["speed"]
     assert speed["basis"] == "at best" and speed["tokens_per_s"] == pytest.approx(20_480 * 1.6 * 2)
     assert "step 40 of 100" in call("plan", "live")[0]
-    assert "Milestones" not in call("plan", "done")[0]
+    assert "to the end" not in call("plan", "done")[0]
 
 
 def test_bad_input_is_one_message(call):

@@ -6,7 +6,7 @@ import pytest
 from estimate_fixtures import write_run
 
 from helpers import refused
-from windlass.estimate.calendar import milestone_rows, milestones, most_checkpoints, occurrences
+from windlass.estimate.calendar import milestones, most_checkpoints, occurrences
 from windlass.estimate.candidates import Machine
 from windlass.estimate.devices import find_device
 from windlass.estimate.inputs import PlanInputs
@@ -31,49 +31,18 @@ def recipe(**overrides):
 
 
 def test_milestones_by_hand():
-    wsd = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 5, "optim.schedule.decay": 0.3}
-    r = recipe(**wsd, **{"eval.every": 0.4, "checkpoint.every": 60})
+    r = recipe(**{"eval.every": 0.4, "checkpoint.every": 60})
     assert [(m.step, m.what) for m in milestones(r, Horizon(100, 130, 4))] == [
         (0, "evaluation"),
-        (5, "warm-up ends"),
-        (33, "epoch ends"),
         (40, "evaluation"),
         (60, "checkpoint"),
-        (65, "epoch ends"),
-        (70, "decay starts"),
         (80, "evaluation"),
-        (98, "epoch ends"),
         (100, "evaluation"),
         (100, "checkpoint"),
-        (100, "end"),
     ]
 
 
-def test_a_schedule_that_is_shorter_or_longer_than_the_run():
-    def turns(steps):
-        schedule = {"kind": "wsd", "warmup": 0.1, "decay": 0.5, "steps": steps}
-        r = recipe(**{f"optim.schedule.{key}": value for key, value in schedule.items()})
-        events = milestones(r, Horizon(100, 0, 4))
-        return {m.what: m.step for m in events if m.what not in ("evaluation", "checkpoint")}
-
-    short = {"warm-up ends": 5, "decay starts": 25, "schedule ends": 50, "end": 100}
-    assert turns(50) == short
-    assert turns(300) == {"warm-up ends": 30, "end": 100}
-
-
-def test_what_is_left_and_when_and_the_most_checkpoints():
-    events = milestones(recipe(**{"eval.every": 30, "checkpoint.every": 25}), Horizon(100, 0, 4))
-    costs = {"evaluation": 10.0, "checkpoint": 1.0}
-    whole = {row.what: row for row in milestone_rows(events, 0, 2.0, costs)}
-    row = whole["evaluation"]
-    assert (row.first, row.last, row.left) == (0, 100, 5)
-    assert whole["checkpoint"].first_seconds == 25 * 2 + 10 + 1
-    left = milestone_rows(events, 60, None, {})
-    assert {row.what: (row.first, row.left) for row in left}["evaluation"] == (90, 2)
-    assert (left[-1].what, left[-1].first_seconds) == ("end", None)
-    assert "warm-up ends" not in {r.what for r in left}
-    assert milestone_rows(events, 100, 2.0, costs) == []
-    assert whole["evaluation"].first_seconds == 10 and whole["end"].last_seconds == 254
+def test_the_most_checkpoints():
     r = recipe(**{"checkpoint.every": 10, "checkpoint.keep_last": 3})
     # three, the best, and one while it is written
     assert most_checkpoints(r, Horizon(100, 0, 4)) == 5

@@ -45,7 +45,7 @@ def test_runs_that_did_not_end_well(tmp_path):
     assert "kWh" not in cost.remark, "nothing measured the power of a CPU"
     killed = build_run(tmp_path / "killed", steps=100, finished=False)
     worked, *_, wrong = answers([RunView(killed)])
-    assert worked.text == "No: killed after 100 of 100 steps" and wrong.text == "1 kill"
+    assert worked.text == "No: failed after 100 of 100 steps" and wrong.text == "1 kill"
     stopped = build_run(tmp_path / "stopped", steps=100, finished=False)
     add_lines(stopped, event("preempted", 100, 500, reason="SIGTERM", saved=True))
     worked, *_, wrong = answers([RunView(stopped)])

@@ -1,35 +1,16 @@
-import math
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, edit
 
 from windlass.reports.answers import fast
 from windlass.reports.charts import Series, charts
 from windlass.reports.page import payload
 from windlass.reports.plots import draw
-from windlass.reports.view import RunView, Track, thin, views
+from windlass.reports.view import RunView, Track, views
 
 
 def described(*views):
     return {chart.id: chart for chart in charts(views)}
-
-
-@given(
-    st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=2000),
-    st.integers(6, 300),
-)
-def test_thinned_curves_keep_ends_extremes_and_gaps(values, limit):
-    y = np.array(values)
-    places = thin(np.arange(len(y), dtype=np.float64), y, limit)
-    assert (np.diff(places) > 0).all()
-    assert (places[0], places[-1]) == (0, len(y) - 1)
-    assert len(places) == len(y) if len(y) <= limit else len(places) <= 4 * (limit // 3) + 6
-    if np.isfinite(y).any():
-        assert (np.nanmin(y[places]), np.nanmax(y[places])) == (np.nanmin(y), np.nanmax(y))
-    assert np.isnan(y[places]).any() == np.isnan(y).any()
 
 
 def test_every_series_of_a_long_run_is_thinned_at_its_own_extremes(one):

@@ -144,14 +144,6 @@ def test_the_end_of_a_training_draws_plots_only_if_an_earlier_report_did(tmp_pat
     assert asked == [False, None]
 
 
-def test_several_runs_have_a_row_each(one, tmp_path):
-    other = build_run(tmp_path / "other", lr=1e-2, steps=100)
-    made = report([one.run, other], tmp_path, plots=False)
-    assert made.plots == {} and not (tmp_path / "plots").exists()
-    assert [row["run"] for row in rows(tmp_path / "results.csv")] == ["one", "other"]
-    assert "optim.lr" in made.markdown.read_text().split("## Results")[1].splitlines()[2]
-
-
 def test_an_extension_is_no_interruption_and_changed_settings_are_named(tmp_path):
     run = build_run(tmp_path / "longer", steps=100)
     began = {"kind": "event", "step": 100, "attempt": 1, "time": stamp(200)}
@@ -243,6 +235,6 @@ def test_the_verb(one, tmp_path, call, monkeypatch):
     for sources, word in (
         ((tmp_path,), "recipe.toml"),
         ((study,), "sweep first"),
-        ((one.run.path, "--out", "file/report"), "--out"),
+        ((one.run.path, "--out", "file/report"), "file/report"),
     ):
         assert word in call("report", "--no-plots", *sources, code=2)[1]

@@ -127,8 +127,6 @@ def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monke
     for more, message in (
         (["train.steps=3"], "train.steps"),
         (["optim.weight_decay=0.5"], "optim.weight_decay"),
-        (["--tokens", "1,2"], "name the sizes"),
-        (["--sizes", "4x16", "--tokens", "1", "--dir", again], "more runs than constants"),
         (["--dir", again], "name the sizes"),
         (["--add", again], "not a run directory"),
         (["--flops", "-1"], "--flops"),

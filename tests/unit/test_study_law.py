@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 
-from windlass.errors import UserError
 from windlass.study.law import FORMS, Observation, compare_forms, fit_law, log_loss
 
 SIZES, TOKENS = (10**6, 4 * 10**6, 2 * 10**7, 10**8), (10**8, 10**9, 10**10)
@@ -104,14 +103,3 @@ def test_the_larger_half_of_published_runs_is_predicted_from_the_smaller(data_fi
     compared = compare_forms(observed, ordered[len(observed) // 2 :])
     assert compared[0].mean < 0.013
     assert len(compared[0].errors) == 14
-
-
-def test_too_few_runs_or_one_size_or_one_amount_of_tokens_give_no_law():
-    every = [one for _ in range(3) for one in runs()]
-    for given, message in (
-        (runs()[:5], "more runs than constants"),
-        ([one for one in every if one.parameters == SIZES[0]], "one size"),
-        ([one for one in every if one.tokens == TOKENS[0]], "one amount of tokens"),
-    ):
-        with pytest.raises(UserError, match=message):
-            fit_law(given)

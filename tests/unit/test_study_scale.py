@@ -30,10 +30,8 @@ def study_of(path, *settings, worlds=(1, 2), **options):
     return create_scaling(recipe(*settings), worlds, path=path, **options)
 
 
-def test_strong_keeps_the_recipe_and_every_other_repeat_is_reversed():
-    listed = assignments(recipe(), Scaling("strong", repeats=3), [1, 2, 4])
-    assert [one["repeat"] for one in listed] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert [one[WORLD] for one in listed] == [1, 2, 4, 4, 2, 1, 1, 2, 4]
+def test_strong_keeps_the_recipe():
+    listed = assignments(recipe(), Scaling("strong"), [1, 2, 4])
     assert all(Cell.of(recipe(), one).recipe == recipe() for one in listed)
     assert assignments(recipe(), Scaling("strong"), [2, 1]) == [{WORLD: 2}, {WORLD: 1}]
 
@@ -128,9 +126,9 @@ GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
         ("", {"mode": "weak", "grow": "data"}, ["batch or model"]),
         ("model.layers=3 train.global_batch=6", GROWN, ["model.layers = 3", "of 2"]),
         ("", {"mode": "strategies"}, ["mode=strategies", "give one"]),
-        ("", {"mode": "layouts"}, ["mode=layouts", "strategies"]),
         ("", {"worlds": ()}, ["worlds=[1, 2, 4]"]),
         ("", {"nodes": (1,)}, ["nodes=[1]", "worlds=[1, 2]"]),
+        ("", {"worlds": (1, 3), "nodes": (1, 2)}, ["2 hosts cannot share 3 ranks"]),
     ],
 )
 def test_what_cannot_be_measured_is_one_message(tmp_path, settings, options, words):
@@ -156,17 +154,13 @@ def test_a_study_is_continued_and_grows(tmp_path):
     first = study_of(path, "train.steps=60", mode="weak")
     again = study_of(path, "train.steps=60", worlds=())
     assert again == first
-    grown = study_of(path, "train.steps=60", worlds=(1, 2, 4), repeats=2)
-    for cell, old in zip(grown.cells[:2], first.cells, strict=True):
-        assert cell == Cell.of(grown.recipe, old.assignment | {"repeat": 1}, old.directory)
-    assert [c.world for c in grown.cells] == [1, 2, 4, 4, 2, 1]
-    assert [c.repeat for c in grown.cells] == [1, 1, 1, 2, 2, 2]
-    assert grown.scaling == Scaling("weak", "batch", repeats=2)
+    grown = study_of(path, "train.steps=60", worlds=(1, 2, 4))
+    assert grown.cells[:2] == first.cells
+    assert [c.world for c in grown.cells] == [1, 2, 4]
+    assert grown.scaling == Scaling("weak", "batch")
     assert grown.recipe.train.threads == first.recipe.train.threads
     with refused("mode=weak batch", "path=DIR"):
         study_of(path, mode="strong")
-    with refused("train.threads = 7", "equal"):
-        study_of(path, "train.threads=7")
     with refused("scaling study", "path=DIR"):
         Study.create(recipe(), ["optim.lr=1e-2,1e-3"], path)
 
@@ -221,7 +215,7 @@ def test_a_preset_of_studies_is_changed_on_the_way():
     recipe, options, _ = load_study("quickstart-scaling", "scale", ["train.steps=7"])
     assert (recipe.train.steps, recipe.eval.every) == (7, 0)
     assert (options["worlds"], options["mode"]) == ([1, 2], "strong")
-    assert "repeats" not in options, "what the preset does not set stays as a study has it"
+    assert "grow" not in options, "what the preset does not set stays as a study has it"
     assert load_study("quickstart", "sweep") == (Recipe.load("quickstart"), {}, None)
     with refused("quickstart-scaling", "for scale"):
         load_study("quickstart-scaling", "sweep")
@@ -244,36 +238,26 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
         recipe = Recipe.load("quickstart", settings)
         return create_scaling(recipe, worlds, nodes=nodes, path=tmp_path / path, **options)
 
-    study = create("study", [2, 4], [1, 2], repeats=2)
+    study = create("study", [2, 4], [1, 2])
     one, two = scripts("submit", "study", *resources, "--time", "01:00:00")
-    for text, nodes, arrays in ((one, 1, ["0,3"]), (two, 2, ["1-2", "1,2"])):
+    for text, nodes, cell in ((one, 1, 0), (two, 2, 1)):
         lines = {f"#SBATCH --{x}" for x in (f"nodes={nodes}", "ntasks-per-node=2", "time=01:00:00")}
         assert lines <= set(text.splitlines())
-        assert any(f"--array={array}" in text for array in arrays)
+        assert f"--array={cell}" in text
         assert f"jobs/{nodes}" in text and "--min-busbw 5" in text
         assert f'sweep {tmp_path}/study --only "$task" --launch &' in text
     study.set_failure(study.cells[0], "bad input")
-    one, two = scripts("submit", "study", *resources)
-    assert "--array=3" in one and "--retry-failed" not in one
+    (two,) = scripts("submit", "study", *resources)
+    assert "--array=1" in two and "--retry-failed" not in two
     one, two = scripts("submit", "study", *resources, "--retry-failed")
-    assert "--array=0,3" in one and '--only "$task" --launch --retry-failed &' in one
+    assert "--array=0" in one and '--only "$task" --launch --retry-failed &' in one
     create("cpu", [1, 2], [1, 2], "parallel.device=cpu")
     one, two = scripts("submit", "cpu", *resources)
     assert "--min-busbw" not in one and "--min-busbw 5" in two  # one rank has no bandwidth
-    create("same", [1, 2], [1, 1])
-    (one,) = scripts("submit", "same", *resources)
-    assert "--ntasks-per-node=2" in one and ("--array=0-1" in one or "--array=0,1" in one)
     create("few", [1, 2, 4], [1, 1, 2])
     few = scripts("submit", "few", *resources)
     assert ["nodes=2" in text for text in few] == [False, True]
-    for nodes, worlds, message in (
-        ("1,2", "1,3", "2 hosts cannot share 3 ranks"),
-        ("1", "1,2", "one number of hosts for each of --worlds"),
-        ("0", "2", "numbers of ranks and hosts are 1 and more"),
-    ):
-        more = ["--nodes", nodes, "--worlds", worlds, "--dir", "none"]
-        assert message in call("scale", "quickstart", *more, code=2)[1]
-    words = ["--worlds", "2,4", "--nodes", "1,2", "--repeats", "2"]
+    words = ["--worlds", "2,4", "--nodes", "1,2"]
     shown, _ = call("scale", "quickstart", *words, "--dir", "typed")
     assert "waiting" in shown and "`windlass submit typed`" in shown
     assert [cell.assignment for cell in Study.open("typed").cells] == [

@@ -70,7 +70,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # errors of the system about a path, which the user can mend
-UNUSABLE = ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT")
+UNUSABLE = ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EEXIST", "EACCES", "EPERM", "EROFS", "ENOSPC")
 # arguments of the Python API whose option has another name
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
 

@@ -130,7 +130,7 @@ def plan(
 ) -> None:
     """Compute steps, FLOPs, memory and time before you train.
 
-    The plan has parameters, memory for each strategy, disk and a calendar. It is arithmetic
+    The plan has parameters, memory for each strategy, disk and time. It is arithmetic
     from the recipe, without torch; only the parameters of a Hugging Face model are counted on
     torch's meta device. Time comes from a measured speed (--from, or the recipe's own run
     directory), or from a model of a step; the output says which. A run directory gives

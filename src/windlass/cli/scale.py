@@ -42,7 +42,6 @@ def scale(
     mode: str = Option("", help="strong (default), fixed-data, weak or strategies."),
     worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
-    repeats: int | None = Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
     no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-MODE-HASH."),
     retry_failed: RetryFailed = False,
@@ -74,7 +73,6 @@ def scale(
         mode=mode,
         grow=grow,
         nodes=whole_numbers("nodes", nodes),
-        repeats=repeats,
         path=dir_,
         probes=not no_probe,
         retry_failed=retry_failed,
@@ -94,10 +92,13 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
     table = read_setups(study)
     console = progress.console
     if json_:
-        names = ("state", "reason", "spread", "missing", "remarks", "recommended_because")
-        rows = [{name: getattr(setup, name) for name in names} for setup in table]
-        head = [{"setup": setup.name, **setup.assignment, **setup.values} for setup in table]
-        print_json([one | more for one, more in zip(head, rows, strict=True)])
+        names = ("missing", "remarks", "recommended_because")
+        rows = []
+        for setup in table:
+            row = {"setup": setup.name, **setup.assignment, **setup.values}
+            row |= {"state": setup.result.state, "reason": setup.result.reason}
+            rows.append(row | {name: getattr(setup, name) for name in names})
+        print_json(rows)
     else:
         show_study(study)
     for part in terminal(study, table, console.width):

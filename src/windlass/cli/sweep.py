@@ -103,9 +103,10 @@ def exit_code(study: Study, only: int | None = None) -> int:
 
 def show_winners(progress: Progress, study: Study) -> None:
     """Print medians over seeds, and the command that trains each winner, or why there is none."""
+    from windlass.study.results import seed_groups
     from windlass.telemetry.measures import show, title_of
 
-    for group in study.groups():
+    for group in seed_groups(study.results()):
         if group.seeds and group.median is not None:
             median = show(group.median, "loss")
             low, high = show(min(group.scores), "loss"), show(max(group.scores), "loss")

@@ -1,4 +1,4 @@
-"""The length of a run, and its calendar: schedule, epochs, evaluations, samples, saves and the end.
+"""The length of a run, and its calendar: evaluations, samples and saves.
 
 The compute-optimal length is D = 20 N tokens for N parameters (arXiv 2203.15556, 2404.10102).
 """
@@ -6,14 +6,12 @@ The compute-optimal length is D = 20 N tokens for N parameters (arXiv 2203.15556
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.errors import UserError
 from windlass.model.size import count
-from windlass.optim.schedule import phases, schedule_horizon
 from windlass.recipe import Duration, Horizon
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.recipe.units import epochs_in
@@ -21,8 +19,7 @@ from windlass.recipe.units import epochs_in
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
-# Milestones that take time.
-TIMED = EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
+EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
 AT_END = 0.1  # largest share of a run's work for a last evaluation of all validation data
 
 
@@ -77,19 +74,11 @@ def resolve_steps(
 
 
 class Milestone(NamedTuple):
+    """Work of a run that is no training step."""
+
     what: str
     step: int
     size: float = 1.0  # of a last evaluation, relative to an earlier one
-
-
-@dataclass(frozen=True)
-class MilestoneRow:
-    what: str
-    first: int
-    last: int
-    left: int
-    first_seconds: float | None  # from now; None: the speed is unknown
-    last_seconds: float | None
 
 
 def occurrences(horizon: Horizon, every: Duration) -> list[int]:
@@ -113,25 +102,18 @@ def measures_all(recipe: Recipe, horizon: Horizon, val_samples: int) -> bool:
 
 
 def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[Milestone]:
-    """All milestones of a run in order, from the first evaluation at step 0.
+    """The evaluations, samples and checkpoints of a run, from the first evaluation at step 0.
 
     Without `samples_per_epoch` nothing is counted in epochs. `val_samples` sizes the last
     evaluation.
     """
-    steps, schedule, saves = horizon.steps, recipe.optim.schedule, recipe.checkpoint
-    warmup, decay = phases(schedule, horizon)
-    end = schedule_horizon(schedule, horizon).steps
+    steps, saves = horizon.steps, recipe.checkpoint
     evaluated = occurrences(horizon, recipe.eval.every)
     saved = occurrences(horizon, saves.every) + occurrences(horizon, saves.keep_every)
     at: dict[str, Iterable[int]] = {
-        "warm-up ends": [warmup] if 0 < warmup < steps else [],
-        "decay starts": [decay] if schedule.kind == "wsd" and 0 < decay < steps else [],
-        "schedule ends": [end] if end < steps else [],
-        "epoch ends": occurrences(horizon, "1 epoch"),
         EVALUATION: {0, *evaluated, steps} if recipe.eval.every else (),
         SAMPLE: occurrences(horizon, recipe.eval.sample_every),
         CHECKPOINT: {*saved, steps},
-        "end": [steps],
     }
     limit = recipe.eval.batches * horizon.samples_per_step
     loss_alone = recipe.eval.suites == [LOSS_SUITE]  # other suites always have the same size
@@ -141,30 +123,6 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     pairs = [(what, step) for what, places in at.items() for step in sorted(places)]
     every = [Milestone(*pair, size.get(pair, 1.0)) for pair in pairs]
     return sorted(every, key=lambda m: m.step)
-
-
-def milestone_rows(
-    milestones: Sequence[Milestone],
-    now: int,
-    seconds_per_step: float | None,
-    costs: Mapping[str, float],
-) -> list[MilestoneRow]:
-    """The milestones after step `now`, a row for each kind; `costs` in seconds by kind."""
-    # Before the start also the ones at step 0.
-    ahead = [m for m in milestones if m.step > now or now == m.step == 0]
-    kinds: dict[str, list[int]] = {}
-    for m in ahead:
-        kinds.setdefault(m.what, []).append(m.step)
-
-    def seconds(step: int) -> float | None:
-        """From now to the end of a step."""
-        if seconds_per_step is None:
-            return None
-        extra = sum(costs.get(m.what, 0.0) * m.size for m in ahead if m.step <= step)
-        return max(0, step - now) * seconds_per_step + extra
-
-    rows = ((what, steps[0], steps[-1], len(steps)) for what, steps in kinds.items())
-    return [MilestoneRow(*row, seconds(row[1]), seconds(row[2])) for row in rows]
 
 
 def most_checkpoints(recipe: Recipe, horizon: Horizon) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -43,7 +42,6 @@ class LayoutRow:
     memory: Memory  # of the fullest rank
     seconds: float  # of a step, predicted
     settings: Settings  # that differ from the recipe's
-    chosen: bool  # whether it is the recipe's own layout
 
 
 @dataclass(frozen=True)
@@ -197,9 +195,6 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
     before, rows = recipe.flat(), dict[tuple[int, ...], LayoutRow]()
     if before["parallel.strategy"] == "auto":
         before["parallel.strategy"] = "ddp" if machine.world > 1 else "single"
-    chosen = None
-    with suppress(UserError):  # the recipe's own layout may not divide the ranks
-        chosen = layout_on(recipe, vocab, machine.world, machine.device, machine.precision)
     for _, layout, step in timed:
         division = layout.tensor, layout.context, layout.pipeline
         if division in rows:
@@ -207,7 +202,7 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
         peak = memory(recipe.model, vocab, layout, kind)
         if peak.total <= usable:
             changes = {k: v for k, v in settings_of(layout).items() if before[k] != v}
-            rows[division] = LayoutRow(layout, peak, step.total, changes, layout == chosen)
+            rows[division] = LayoutRow(layout, peak, step.total, changes)
         if len(rows) == ROWS:
             break
     ranks = plural(machine.world, "rank")

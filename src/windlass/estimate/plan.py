@@ -6,6 +6,7 @@ An unknown number is None, and `Plan.unknown` has the reason.
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,9 +15,6 @@ from typing import Any
 from windlass.errors import UserError, argument
 from windlass.estimate.advice import recommend
 from windlass.estimate.calendar import (
-    TIMED,
-    MilestoneRow,
-    milestone_rows,
     milestones,
     most_checkpoints,
     optimal_steps,
@@ -55,7 +53,6 @@ class Plan:
     done: int  # steps
     tokens_per_step: float  # over all ranks, without padding; of a step of mean size
     padded_tokens_per_step: float
-    taken_as_full: bool  # whether the plan ignores padding because its amount is unknown
     speed: Speed | None
     seconds_per_step: float | None
     unknown: dict[str, str]  # the reason for each None
@@ -75,7 +72,7 @@ class Plan:
     seconds: float | None = None  # from now to the end
     device_hours: float | None = None
     not_counted: list[str] = field(default_factory=list)  # milestones without a measured time
-    milestones: list[MilestoneRow] = field(default_factory=list)
+    milestones: dict[str, int] = field(default_factory=dict)  # those ahead, by kind
 
     def __repr__(self) -> str:
         from rich.console import Console
@@ -167,7 +164,6 @@ def assemble(
         done=inputs.done,
         tokens_per_step=tokens_per_step,
         padded_tokens_per_step=batch * (inputs.width or context),
-        taken_as_full=inputs.tokens_per_sample is None and recipe.data.ragged_,
         speed=speed,
         seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None,
         unknown=unknown,
@@ -203,7 +199,7 @@ def add_memory(plan: Plan, inputs: PlanInputs) -> None:
 
 
 def add_calendar(plan: Plan, inputs: PlanInputs, steps: int) -> None:
-    """Add the data of a run of known length, its milestones, and the time to its end."""
+    """Add the data of a run of known length, and the time to its end."""
     recipe, samples = inputs.recipe, inputs.samples_per_epoch
     horizon = recipe.horizon(steps, samples)
     check_fits(recipe.optim.schedule, horizon)
@@ -217,10 +213,11 @@ def add_calendar(plan: Plan, inputs: PlanInputs, steps: int) -> None:
     else:
         plan.checkpoints = most_checkpoints(recipe, horizon)
     every = milestones(recipe, horizon, inputs.val_samples)
-    costs = plan.speed.costs if plan.speed else {}
-    rows = plan.milestones = milestone_rows(every, plan.done, plan.seconds_per_step, costs)
-    seconds = rows[-1].last_seconds if rows else 0.0
-    if plan.speed is not None and seconds is not None:
-        plan.seconds = seconds
-        plan.device_hours = seconds * plan.world / 3600
-        plan.not_counted = [m.what for m in rows if m.what in TIMED and m.what not in costs]
+    ahead = [m for m in every if m.step > plan.done or plan.done == m.step == 0]
+    plan.milestones = dict(Counter(m.what for m in ahead))
+    if plan.speed is not None and plan.seconds_per_step is not None:
+        costs = plan.speed.costs
+        extra = sum(costs.get(m.what, 0.0) * m.size for m in ahead)
+        plan.seconds = max(0, steps - plan.done) * plan.seconds_per_step + extra
+        plan.device_hours = plan.seconds * plan.world / 3600
+        plan.not_counted = [what for what in plan.milestones if what not in costs]

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal: size, memory, time, milestones, disk."""
+"""A plan as text for a terminal: size, memory, time, disk."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ def print_plan(plan: Any, console: Console) -> None:
         _print_layouts(plan, console)
     if plan.steps is None or plan.done < plan.steps:
         _section(console, "Time", _time(plan))
-    if plan.milestones:
-        _print_milestones(plan, console)
     if size := plan.size.checkpoint_bytes:
         one = f"{size / 1e9:.4g} GB, of which a save holds a copy in host memory"
         disk = {"a checkpoint": one}
@@ -65,8 +63,6 @@ def _facts(plan: Any) -> dict[str, str]:
             share = 100 * plan.tokens_per_step / plan.padded_tokens_per_step
             padded = f"{plan.padded_tokens_per_step:,.0f} with padding"
             facts["length"] += f" ({share:.0f} % of {padded})"
-        if plan.taken_as_full:
-            facts["length"] += "; padding is unknown and not counted"
     if plan.optimal_tokens and size.parameters:
         rule = f"D = {plan.optimal_tokens / size.parameters:.4g} N = {plan.optimal_tokens:,} tokens"
         facts["optimal"] = f"{rule} = {plural(plan.optimal_steps or 0, 'step')}"
@@ -99,9 +95,10 @@ def _print_memory(plan: Any, console: Console) -> None:
         if not ours and not measured:
             parts |= dict.fromkeys(("activations", "logits", "buffers"), "?")
         strategy = "offload" if row.layout.offload else row.layout.strategy
+        strategy += " *" if row.chosen else ""
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
         largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
-        place = (_marked(strategy, row.chosen), row.layout.checkpointing)
+        place = (strategy, row.layout.checkpointing)
         cells.append((*place, *parts.values(), fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
     if ours or measured:
@@ -138,16 +135,9 @@ def _print_layouts(plan: Any, console: Console) -> None:
     for row in rows:
         one = row.layout
         division = f"{one.tensor:>2} {one.context:>2} {one.pipeline:>2}"
-        numbers = (str(one.micro_batch), f"{1e3 * row.seconds:,.0f}")
-        cells.append(
-            (
-                _marked(division, row.chosen),
-                one.strategy,
-                one.checkpointing,
-                *numbers,
-                f"{row.memory.total / size:,.1f}",
-            )
-        )
+        numbers = (f"{1e3 * row.seconds:,.0f}", f"{row.memory.total / size:,.1f}")
+        how = (one.strategy, one.checkpointing, str(one.micro_batch))
+        cells.append((division, *how, *numbers))
     head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "all")
     notes = [
         "Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest.",
@@ -156,27 +146,6 @@ def _print_layouts(plan: Any, console: Console) -> None:
     ]
     title += f" that fit, memory of the fullest rank in {unit}"
     _section(console, title, {}, head, cells, 3, notes)
-
-
-def _marked(text: str, chosen: bool) -> str:
-    """The text with the mark of the recipe's own layout."""
-    return f"{text} *" if chosen else text
-
-
-def _print_milestones(plan: Any, console: Console) -> None:
-    def time(seconds: float | None) -> str:
-        if seconds is None:
-            return "?" if plan.speed else ""  # an empty column is not shown
-        return duration(seconds) if seconds else "now"
-
-    cells = []
-    for m in plan.milestones:
-        row = [m.what, f"{m.first:,}", time(m.first_seconds), "", "", ""]
-        if m.left > 1:
-            row[3:] = [f"{m.left:,}", f"{m.last:,}", time(m.last_seconds)]
-        cells.append(row)
-    head = ("what", "next at step", "in", "left", "last at step", "in")
-    _section(console, "Milestones", {}, head, cells)
 
 
 def _unit(most: float) -> tuple[str, float]:
@@ -196,7 +165,8 @@ def _time(plan: Any) -> dict[str, str]:
             end += f"; {times} by the range below"
     milliseconds = 1e3 * (plan.seconds_per_step or 0)
     step = f"{speed.tokens_per_s:,.0f} tokens/s, {milliseconds:,.0f} ms a step"
-    time = {"to the end": end, "from": speed.detail, "speed": step}
+    ahead = ", ".join(plural(count, what) for what, count in plan.milestones.items())
+    time = {"to the end": end, "from": speed.detail, "speed": step, "ahead": ahead}
     if plan.not_counted:
         missing = ", ".join(f"{what}s" for what in plan.not_counted)
         time["without"] = f"{missing}, whose time was not measured"

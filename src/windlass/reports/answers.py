@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from windlass.errors import by_text, plural
 from windlass.reports.law import LawView
-from windlass.reports.scaling import describe_scaling
+from windlass.reports.scaling import DESCRIPTIONS
 from windlass.reports.study import Recommendation, StudyView
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS
@@ -57,7 +57,6 @@ class Head:
     title: str
     lede: str
     answers: list[Answer]
-    place: str  # the directory of the run or study
     notes: str = ""  # `run.notes`
 
 
@@ -76,8 +75,7 @@ def head_of(
     answers = [Answer(WORKED, text, ", ".join(others), "open" if others else "good")]
     answers += [_best_run(views), _fastest(views), cost(views)]
     answers.append(wrong([t for view in views for t in _labelled(view)]))
-    place = ", ".join(str(view.run.path.resolve()) for view in views)
-    return Head("A comparison of runs", f"{len(views)} runs", "", answers, place)
+    return Head("A comparison of runs", f"{len(views)} runs", "", answers)
 
 
 def _sentence(*parts: str) -> str:
@@ -99,23 +97,20 @@ def _run_head(view: RunView) -> Head:
     if "tokens" in values:
         parts.append(f"{show(values['tokens'], 'count')} tokens")
     answers = [worked(view), good(view), fast(view), cost([view]), wrong(troubles_of(view))]
-    place, notes = str(view.run.path.resolve()), view.settings["run.notes"]
-    return Head("A run", view.label, ", ".join(parts), answers, place, notes)
+    return Head("A run", view.label, ", ".join(parts), answers, view.settings["run.notes"])
 
 
 def worked(view: RunView) -> Answer:
     step = view.numbers.step
     done = f"{step:,} of {plural(int(view.start.get('steps', step)), 'step')}"
     killed = kills(view)
-    last_was_killed = killed[-1:] == [max(view.reached, default=0)]
     match view.state:
         case "finished" if divergence(view):
             text, mark = f"No: the loss diverged, {done}", "bad"
         case "finished":
             text, mark = f"Yes: finished {done}", "good"
         case "failed":
-            how = "killed" if last_was_killed else "failed"
-            text, mark = f"No: {how} after {done}", "bad"
+            text, mark = f"No: failed after {done}", "bad"
         case "running":
             text, mark = f"Not yet: running, {done}", "open"
         case "new":
@@ -163,8 +158,6 @@ def good(view: RunView) -> Answer:
     if measure != LOSS:
         parts, step = [text], values["best_score_step"]
         text = f"best {title_of(measure)} {show(score, 'score')} at step {step:,}"
-    if track["step"][-1] == 0 < view.numbers.step:
-        parts.append("evaluated before training only")
     if values.get("best_eval_step", track["step"][-1]) != track["step"][-1]:
         lowest, step = show(values["best_eval_loss"], "loss"), values["best_eval_step"]
         parts.append(f"lowest loss {lowest} at step {step:,}")
@@ -180,10 +173,8 @@ def fast(view: RunView) -> Answer:
     device = f" on {view.start['device']}" if "device" in view.start else ""
     ranks = plural(int(view.start.get("world", 1)), "rank") + device
     mfu = f"MFU {show(speed.mfu, 'share')}" if speed.mfu is not None else ""
-    profiles = [" and ".join(e["files"]) for e in view.events if e.get("files")]
-    profile = f"profile in {profiles[-1]}" if profiles else ""
     text = f"{show(speed.tokens_per_s, 'count')} tokens/s"
-    return Answer(FAST, text, _sentence(step, ranks, view.sizes.layout, mfu, profile))
+    return Answer(FAST, text, _sentence(step, ranks, view.sizes.layout, mfu))
 
 
 def cost(views: Sequence[RunView]) -> Answer:
@@ -278,7 +269,7 @@ def _study_head(
     answers = [Answer(WORKED, text, others, "open" if others else "good")]
     scaling, path = seen.study.scaling, seen.study.path.resolve()
     if scaling:
-        kicker, subtitle = "A scaling study", describe_scaling(scaling)
+        kicker, subtitle = "A scaling study", DESCRIPTIONS[scaling.kind]
         answers += _scaling(seen, recommendations)
     else:
         kicker = "A ladder" if law else "A study"
@@ -295,7 +286,7 @@ def _study_head(
         ends = ("failure", "divergence", "kill") if view.run.path in bad else ()
         troubles += [one for one in _labelled(view) if one.name not in ends]
     answers += [cost(seen.views), wrong(troubles)]
-    return Head(kicker, path.name, subtitle, answers, str(path))
+    return Head(kicker, path.name, subtitle, answers)
 
 
 def _best_cell(seen: StudyView) -> Answer:

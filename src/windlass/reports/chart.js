@@ -262,27 +262,17 @@ class Chart {
   listen() {
     const host = this.host;
     const place = (event) => Math.min(this.box.right, Math.max(this.box.left, event.clientX - this.svg.getBoundingClientRect().left));
-    const fingers = new Map(); // where each finger is; one scrolls the page, two zoom
-    const touch = (event) => event.pointerType === "touch";
-    const both = () => [...fingers.values()].sort((a, b) => a - b);
     host.addEventListener("pointermove", (event) => {
-      if (fingers.has(event.pointerId)) fingers.set(event.pointerId, place(event));
-      if (fingers.size === 2) return this.pinch(both());
       const [low, high] = [place(event), this.drag ?? place(event)].sort((a, b) => a - b);
       for (const [key, value] of [["x", low], ["width", high - low], ["visibility", high - low > 4 ? "visible" : "hidden"]]) this.selection.setAttribute(key, value);
       this.hooks.hover(this.sx.invert(place(event)), this);
     });
     host.addEventListener("pointerleave", () => this.hooks.hover(null, this));
     host.addEventListener("pointerdown", (event) => {
-      if (touch(event)) {
-        fingers.set(event.pointerId, place(event));
-        this.pinched = both().map((at) => this.sx.invert(at));
-      }
       if (event.pointerType !== "mouse" || event.button !== 0) return;
       this.drag = place(event);
       host.setPointerCapture(event.pointerId);
     });
-    for (const end of ["pointerup", "pointercancel"]) host.addEventListener(end, (event) => fingers.delete(event.pointerId));
     host.addEventListener("pointerup", (event) => {
       const [low, high] = [place(event), this.drag ?? place(event)].sort((a, b) => a - b);
       this.drag = null;
@@ -293,15 +283,6 @@ class Chart {
     this.handle.addEventListener("keydown", (event) => this.press(event));
     this.handle.addEventListener("focus", () => this.handle.matches(":focus-visible") && this.go(this.at));
     this.handle.addEventListener("blur", () => this.hooks.hover(null, this));
-  }
-
-  /** Zoom so that the values which two fingers have touched stay under them, at `left` and `right`. */
-  pinch([left, right]) {
-    if (right - left < 16 || this.pinched[0] === this.pinched[1]) return;
-    const [f, back] = this.model.x.log ? [Math.log, Math.exp] : [(v) => v, (v) => v];
-    const [a, b] = this.pinched.map(f);
-    const perPixel = (b - a) / (right - left);
-    this.hooks.zoom([this.box.left, this.box.right].map((at) => back(a + (at - left) * perPixel)));
   }
 
   /** Put the cross-hair at a point, or at the first one. */
@@ -317,14 +298,9 @@ class Chart {
     const now = this.at === null ? low : nearest(xs, this.at);
     const page = Math.max(1, Math.round((high - low) / 10));
     const moves = { ArrowLeft: now - 1, ArrowDown: now - 1, ArrowRight: now + 1, ArrowUp: now + 1, PageDown: now - page, PageUp: now + page, Home: low, End: high };
-    const factor = { "+": 0.25, "=": 0.25, "-": 1 }[event.key]; // of the present range, on each side of the point
     if (event.key in moves) this.go(xs[Math.max(low, Math.min(high, moves[event.key]))]);
     else if (event.key === "Escape") this.hooks.zoom(null);
-    else if (factor) {
-      const [at, half] = [this.sx(xs[now]), factor * (this.box.right - this.box.left)];
-      this.hooks.zoom([this.sx.invert(at - half), this.sx.invert(at + half)]);
-      this.go(xs[now]);
-    } else return;
+    else return;
     event.preventDefault();
   }
 

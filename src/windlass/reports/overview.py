@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,12 +52,9 @@ def overview(directory: Path) -> list[RunRow]:
 def _run_row(path: Path, name: str) -> RunRow:
     run = Run(path)
     numbers = read_numbers(run)
-    state, steps = run.state_by(numbers.history), numbers.steps
-    if steps is None:
-        with suppress(ValueError):  # a recipe of another version: the ledger is still worth a row
-            steps = run.recipe.train.steps if isinstance(run.recipe.train.steps, int) else None
-    left = numbers.seconds_left(steps) if state == "running" else None
-    return _row(name, run, state, numbers, steps, left)
+    state = run.state_by(numbers.history)
+    left = numbers.seconds_left(numbers.steps) if state == "running" else None
+    return _row(name, run, state, numbers, numbers.steps, left)
 
 
 def _cell_row(result: CellResult) -> RunRow:

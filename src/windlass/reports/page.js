@@ -153,28 +153,6 @@ function legend(figure, series, spec) {
   }
 }
 
-/** The numbers of a chart as a table: all points of short lines, and a choice of those of long ones. */
-function numbers({ figure, chart, spec }) {
-  const series = seriesOf(spec).filter((s) => s.name && !s.faint);
-  const some = (xs) => xs.filter((_, i) => xs.length <= 24 || i % Math.ceil(xs.length / 24) === 0 || i === xs.length - 1);
-  const places = [...new Set(series.flatMap((s) => some(s.x)))].sort((a, b) => a - b);
-  const host = find(".numbers .scroll", figure);
-  host.replaceChildren();
-  const row = (parent, names, tag) => {
-    const line = html("tr", "", null, parent);
-    names.forEach((name, i) => {
-      const cell = html(i ? tag : "th", i ? "n" : "", name, line);
-      if (cell.tagName === "TH") cell.scope = tag === "th" ? "col" : "row";
-    });
-  };
-  const table = html("table", "", null, host);
-  const first = ownAxis(spec) ? spec.x.label : AXES[state.axis].label(chart.domains().high);
-  row(html("thead", "", null, table), [first, ...series.map((s) => s.name)], "th");
-  const body = html("tbody", "", null, table);
-  for (const x of places) row(body, [chart.model.x.text(x), ...series.map((s) => (s.x.includes(x) ? valueText(s.y[s.x.indexOf(x)]) : ""))], "td");
-  reachable();
-}
-
 /** What scrolls sideways can be scrolled with the keyboard. */
 function reachable() {
   for (const box of all(".scroll")) {
@@ -188,9 +166,7 @@ const drawn = all("figure[data-chart]").map((figure) => {
   const title = find("h3", figure).textContent;
   const chart = new Chart(find(".plot", figure), { hover, zoom: ownAxis(spec) ? () => {} : zoom, title });
   chart.spec = spec;
-  const one = { figure, spec, chart };
-  find(".numbers", figure).addEventListener("toggle", (event) => event.target.open && numbers(one));
-  return one;
+  return { figure, spec, chart };
 });
 
 function update() {
@@ -201,7 +177,6 @@ function update() {
     const height = tall ? (narrow ? 270 : 390) : narrow ? 180 : 210;
     chart.draw({ series, restarts: restartsOf(spec), x: xAxis(spec), y: { log: tall ? state.logY : spec.y.log, zero: spec.y.zero }, height });
     legend(figure, series, spec);
-    if (find(".numbers", figure).open) numbers({ figure, chart, spec });
   }
   all(".chip").forEach((chip, run) => {
     chip.setAttribute("aria-pressed", String(!state.hidden.has(run)));
@@ -240,51 +215,15 @@ function bindControls() {
   });
   find("#reset").addEventListener("click", () => zoom(null));
   all(".chip").forEach((chip, run) => {
-    const alone = () => {
-      const now = state.hidden.size === data.runs.length - 1 && !state.hidden.has(run);
-      data.runs.forEach((_, i) => (now || i === run ? state.hidden.delete(i) : state.hidden.add(i)));
-      update();
-    };
-    chip.addEventListener("click", (event) => {
-      if (event.shiftKey) return alone();
+    chip.addEventListener("click", () => {
       if (!state.hidden.delete(run)) state.hidden.add(run);
       update();
     });
-    chip.addEventListener("dblclick", alone);
   });
   find("#show-all")?.addEventListener("click", () => {
     state.hidden.clear();
     update();
   });
-}
-
-function bindTheme() {
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  find("#theme").addEventListener("click", () => {
-    root.dataset.theme = (root.dataset.theme || (dark.matches ? "dark" : "light")) === "dark" ? "light" : "dark";
-  });
-}
-
-function bindSamples() {
-  const box = find("#samples");
-  if (!box) return;
-  const slider = find("#sample-step");
-  const pick = find("#sample-run");
-  const texts = all("article", box);
-  const show = (keep) => {
-    const run = pick ? pick.value : "0";
-    const steps = [...new Set(texts.filter((t) => t.dataset.run === run).map((t) => Number(t.dataset.step)))];
-    slider.max = String(Math.max(0, steps.length - 1));
-    slider.disabled = steps.length < 2;
-    if (!keep) slider.value = slider.max;
-    const step = steps[Number(slider.value)];
-    for (const text of texts) text.hidden = text.dataset.run !== run || Number(text.dataset.step) !== step;
-    find("#sample-at").textContent = `step ${step.toLocaleString("en-US")}`;
-  };
-  slider.addEventListener("input", () => show(true));
-  pick?.addEventListener("change", () => show(false));
-  find("#sample-controls").hidden = false;
-  show(false);
 }
 
 function bindTables() {
@@ -302,26 +241,15 @@ function bindTables() {
     };
     body.append(...[...body.rows].sort(order));
   });
-  find("#filter").addEventListener("input", (event) => {
-    const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const row of all("#settings tbody tr")) row.hidden = !words.every((w) => row.textContent.toLowerCase().includes(w));
-    if (words.length) find("#settings details").open = true;
-  });
 }
 
-bindTheme();
 bindControls();
-bindSamples();
 bindTables();
 update();
 let width = root.clientWidth;
 addEventListener("resize", () => {
   if (width === root.clientWidth) return;
   width = root.clientWidth;
-  update();
-});
-for (const name of ["beforeprint", "afterprint"]) addEventListener(name, () => {
-  root.classList.toggle("paper", name === "beforeprint"); // as wide as a page, and light
   update();
 });
 root.dataset.ready = "true";

@@ -149,7 +149,8 @@ def numbers(values: Iterable[float]) -> list[float | int | None]:
 
 def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
     samples = []
-    for run, view in enumerate(views):
+    for view in views:
+        label = f"{view.label}, " if len(views) > 1 else ""
         steps = sorted({sample["step"] for sample in view.samples})
         places = np.linspace(0, len(steps) - 1, min(len(steps), SAMPLES))
         chosen = {steps[round(place)] for place in places}
@@ -157,5 +158,7 @@ def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
             if one["step"] in chosen:
                 prompt = str(one.get("prompt") or "")
                 text = str(one["text"]).removeprefix(prompt)
-                samples.append({"run": run, "step": one["step"], "prompt": prompt, "text": text})
+                samples.append(
+                    {"label": label, "step": one["step"], "prompt": prompt, "text": text}
+                )
     return samples

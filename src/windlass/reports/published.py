@@ -1,12 +1,10 @@
 """The tables of published pieces of work, filled from a run or a study by the name of its preset.
 
-A reason in words stands for each missing value. If all runs are on CPUs, people see no columns of
-GPUs, but a line that names them; the CSV has them, with "no GPU" in every row.
+A reason in words stands for each missing value.
 """
 
 from __future__ import annotations
 
-import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 
 from windlass.errors import UserError, argument, plural
 from windlass.reports.study import StudyView
-from windlass.reports.tables import Column, Table, numeric
+from windlass.reports.tables import Column, Table
 from windlass.reports.view import RunView
 from windlass.study.efficiency import Setup
 from windlass.study.study import Study
@@ -58,20 +56,13 @@ class Row(NamedTuple):
 
     def cell(self, heading: Heading) -> Any:
         """The value of a measure or setting, or why it is missing."""
-        value = self.values.get(heading.name)
-        if heading.name == "world" and not self.gpus and value:
+        name, value = heading.name, self.values.get(heading.name)
+        if name == "world" and not self.gpus and value:
             return plural(value, "CPU rank")
-        if reason := self.reason(heading):
-            return reason
-        return value if value is None or heading.factor == 1 else heading.factor * value
-
-    def reason(self, heading: Heading) -> str:
-        """Why a value is missing; empty if it is there."""
-        name = heading.name
         if self.gpus is False and heading.on_gpu:
             return "no GPU"
-        if self.values.get(name) is not None:
-            return ""
+        if value is not None:
+            return value if heading.factor == 1 else heading.factor * value
         if name in self.reasons:
             return self.reasons[name]
         if self.state != "finished":
@@ -118,28 +109,10 @@ def published(
             what = SOURCES[spec["rows"]]
             raise UserError(f"{argument('table', name)} is a table of {what}; give it {what}")
         return None
-    hidden = _hidden(headings, rows)
-    columns = [Column(h.text, h.text, h.kind, shown=h not in hidden) for h in headings]
-    notes = []
-    for reason in dict.fromkeys(hidden.values()):
-        same = ", ".join(heading.text for heading in hidden if hidden[heading] == reason)
-        notes.append(f"{same}: {reason}.")
-    if "note" in spec:
-        notes.append(spec["note"])
+    columns = [Column(heading.text, heading.text, heading.kind) for heading in headings]
     cells = [[row.cell(heading) for heading in headings] for row in rows]
+    notes = [spec["note"]] if "note" in spec else []
     return Table(wanted, columns, cells, spec["title"], notes)
-
-
-def _hidden(headings: Sequence[Heading], rows: Sequence[Row]) -> dict[Heading, str]:
-    """The columns that a note replaces, because every row has the same reason."""
-    hidden = dict[Heading, str]()
-    if any(row.gpus is False for row in rows) and not any(row.gpus for row in rows):
-        hidden |= {h: "not measured without a GPU" for h in headings if h.on_gpu}
-    for heading in headings:
-        reasons = {row.reason(heading) for row in rows if row.state == "finished"}
-        if len(rows) > 1 and len(reasons) == 1 and (reason := reasons.pop()):
-            hidden.setdefault(heading, reason)
-    return hidden
 
 
 def of_study(study: Study) -> Table | None:
@@ -186,14 +159,11 @@ def _cell_rows(study: StudyView) -> list[Row]:
 
 
 def _setup_row(study: StudyView, setup: Setup, gpus: bool | None) -> Row:
-    """A setup of a scaling study, with the medians of its finished runs' measures."""
-    paths = {result.run.path for result in setup.finished}
-    finished = [view.values for view in study.views if view.run.path in paths]
-    medians: dict[str, Any] = {}
-    for name in dict.fromkeys(name for run in finished for name in run):
-        values: list[Any] = [run[name] for run in finished if name in run]
-        medians[name] = statistics.median(values) if numeric(values) else values[0]
-    own = {**setup.recipe.flat(), **setup.assignment, **medians, **setup.values}
+    own = {**setup.recipe.flat(), **setup.assignment}
+    for view in study.views:
+        if view.run.path == setup.result.run.path and setup.result.state == "finished":
+            own |= view.values
+    own |= setup.values
     if "precision" in setup.start:
         own["train.precision"] = setup.start["precision"]  # what `auto` was
-    return Row(own | {"setup": setup.name}, setup.state, gpus, setup.missing)
+    return Row(own | {"setup": setup.name}, setup.result.state, gpus, setup.missing)

@@ -4,7 +4,6 @@ recommended setup."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +30,7 @@ FORMULAS = {
     "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
     f"in a step, {RANKS}.",
     "strategies": "Recommended: the setup with the least memory among those within 2 % of the "
-    "fastest, or within the spread of its repeats.",
+    "fastest.",
 }
 DESCRIPTIONS = {
     "strong": "strong scaling: the batch of a step stays",
@@ -42,18 +41,9 @@ DESCRIPTIONS = {
 }
 
 
-def kind_of(scaling: Scaling) -> str:
-    return f"{scaling.mode} {scaling.grow}".strip()
-
-
-def describe_scaling(scaling: Scaling) -> str:
-    text = DESCRIPTIONS[kind_of(scaling)]
-    return f"{text}; {scaling.repeats} repeats" if scaling.repeats > 1 else text
-
-
 def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
     """A row for each setup. The CSV has every number; people see the columns with a value."""
-    strategies = any("pareto" in row.values for row in setups)
+    strategies = any("recommended" in row.values for row in setups)
     keys = dict.fromkeys(k for row in setups for k in row.assignment if k not in (WORLD, NODES))
     columns = [Column("setup", "Setup", short="setup"), Column("state", "State", short="state")]
     columns += [Column(key, shown=False) for key in keys]
@@ -63,11 +53,7 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
         shown = bool(own.heading and values) and (different or own.only != "varied")
         shown &= strategies or own.only != "strategies"
         columns.append(Column(name, own.heading, own.kind, own.short, shown))
-        if name == "step_ms":
-            repeated = any(name in row.spread for row in setups)
-            columns.append(Column("spread", "Lowest to highest (ms)", "", "low to high", repeated))
-    ends = [f"{name}_{end}" for name in ("step_ms", "samples_per_s") for end in ("low", "high")]
-    hidden = (*ends, "repeats", "reason", "remarks", "recommended_because", "reasons")
+    hidden = ("reason", "remarks", "recommended_because", "reasons")
     columns += [Column(name, shown=False) for name in hidden]
     rows = []
     for row in setups:
@@ -75,17 +61,12 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
             **row.assignment,
             **row.values,
             "setup": row.name,
-            "state": row.state,
-            "reason": row.reason,
-            "repeats": len(row.results),
+            "state": row.result.state,
+            "reason": row.result.reason,
             "remarks": "; ".join(row.remarks),
             "recommended_because": row.recommended_because,
             "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
         }
-        for name in ("samples_per_s", "step_ms"):
-            if name in row.spread:
-                cells[f"{name}_low"], cells[f"{name}_high"] = low, high = row.spread[name]
-                cells["spread"] = f"{show(low, 'rate')} to {show(high, 'rate')}"
         rows.append([cells.get(column.name) for column in columns])
     return Table("scaling", columns, rows, "Setups", sentences(study, setups))
 
@@ -93,23 +74,12 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
 def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     scaling = study.scaling or Scaling("strategies")
     measured = [row for row in setups if row.measured]
-    repeats = f", then over {scaling.repeats} repeats" if scaling.repeats > 1 else ""
     text = [
         "Step: the median over the lines of the ledger that begin after "
-        f"{WARMUP} steps of each start{repeats}. {FORMULAS[kind_of(scaling)]}"
+        f"{WARMUP} steps of each start. {FORMULAS[scaling.kind]}"
     ]
-    if scaling.mode == "strategies" and scaling.repeats == 1 and len(measured) > 1:
-        text.append(
-            "Each setup ran once, so a difference may be noise, and the next study may recommend "
-            "another setup. With `--repeats 3` the table has the spread of each setup."
-        )
-    hosts = set().union(*(row.hosts for row in measured))
-    if len(hosts) == 1:
-        text.append(
-            f"All setups ran on one host, {hosts.pop()}: this says nothing about several hosts."
-        )
     text += by_text((row.name, f"{remark}.") for row in setups for remark in row.remarks)
-    text += by_text((row.name, row.reason) for row in setups if row.reason)
+    text += by_text((row.name, row.result.reason) for row in setups if row.result.reason)
     return text + _reasons(scaling, measured)
 
 
@@ -137,8 +107,7 @@ def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
             speed = show(row.values["samples_per_s"], "rate")
             memory = show(row.values["peak_mem_mb"], "mb")
             why = f"{speed} samples/s, {memory} MB on the fullest rank; recommended: "
-            own = {result.cell.key for result in row.results}
-            cells = [place for place, cell in enumerate(study.cells) if cell.key in own]
+            cells = [study.cells.index(row.result.cell)]
             why += row.recommended_because
             recommendations.append(Recommendation(row.name, why, command, cells))
     return recommendations
@@ -171,21 +140,10 @@ def scaling_charts(scaling: Scaling, setups: Sequence[Setup]) -> list[Chart]:
         throughput.append(_ideal(ranks, base.values["samples_per_s"] * growth))
         efficiency.append(_measured(measured, "efficiency", 100))
         efficiency.append(_ideal(ranks, np.full_like(ranks, 100)))
-    of_repeats = ""
-    if any("samples_per_s" in setup.spread for setup in measured):
-        of_repeats = ", band: lowest to highest of the repeats"
     # proportional throughput is a straight line only if both scales are logarithmic
     log, zero = Axis(log=True), Axis(zero=True)
     charts = [
-        Chart(
-            "scaling-throughput",
-            "Throughput",
-            "samples/s",
-            throughput,
-            axis,
-            log,
-            note + of_repeats,
-        ),
+        Chart("scaling-throughput", "Throughput", "samples/s", throughput, axis, log, note),
         Chart("scaling-efficiency", "Efficiency", "%", efficiency, axis, zero, note),
     ]
     return [chart for chart in charts if chart.series]
@@ -194,12 +152,7 @@ def scaling_charts(scaling: Scaling, setups: Sequence[Setup]) -> list[Chart]:
 def _measured(setups: Sequence[Setup], name: str, factor: float) -> Series:
     y = np.array([setup.values.get(name, np.nan) for setup in setups], dtype=np.float64)
     x = {"x": np.array([float(setup.world) for setup in setups])}
-    series = Series("measured", y * factor, x, points="line")
-    if not any(name in setup.spread for setup in setups):
-        return series
-    ends = (setup.spread.get(name, (v, v)) for setup, v in zip(setups, y, strict=True))
-    low, high = np.array(list(ends)).T * factor
-    return replace(series, low=low, high=high)
+    return Series("measured", y * factor, x, points="line")
 
 
 def _ideal(ranks: Numbers, y: Numbers) -> Series:

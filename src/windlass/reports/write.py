@@ -70,26 +70,20 @@ def report(
         problem = f"a law predicts runs, and {study.study.path} is a study: name its runs"
         raise UserError(f"{argument('law', law)}: {problem}")
     target, drawn = Path(out) if out else place, dict[str, Path]()
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        computed = Contents(seen, study, table, str(law))
-        first = math.ceil(max(view.numbers.step for view in seen) / 10) if skip is None else skip
-        if plots:
-            from windlass.reports.plots import write_plots  # matplotlib takes a second to import
+    target.mkdir(parents=True, exist_ok=True)
+    computed = Contents(seen, study, table, str(law))
+    first = math.ceil(max(view.numbers.step for view in seen) / 10) if skip is None else skip
+    if plots:
+        from windlass.reports.plots import write_plots  # matplotlib takes a second to import
 
-            drawn = write_plots(computed.pictures, computed.views, target / "plots", first, pdf)
-        listed = _write_tables(computed, target)
-        write_atomic(target / "report.md", markdown(computed, drawn))
-        write_atomic(target / "index.html", page(computed))
-        if computed.cell_pages:
-            (target / "cells").mkdir(exist_ok=True)
-        for view in computed.cell_pages:
-            write_atomic(target / cell_page(view), page(Contents([view])))
-    except OSError as error:
-        raise UserError(
-            f"the report cannot be written to {target}: {error.strerror}; "
-            f"give another place as {argument('out', 'DIR')}"
-        ) from None
+        drawn = write_plots(computed.pictures, computed.views, target / "plots", first, pdf)
+    listed = _write_tables(computed, target)
+    write_atomic(target / "report.md", markdown(computed, drawn))
+    write_atomic(target / "index.html", page(computed))
+    if computed.cell_pages:
+        (target / "cells").mkdir(exist_ok=True)
+    for view in computed.cell_pages:
+        write_atomic(target / cell_page(view), page(Contents([view])))
     files = (target / "index.html", target / "report.md", listed, drawn)
     return Report(*files, views=seen, published=computed.published)
 

@@ -1,6 +1,6 @@
 """How well a study scales: time of a step, speed-up, efficiency, and the parts of a step.
 
-A setup is a set of cells that differ only in `repeat`. docs/guides/scale.md has the formulas.
+docs/guides/scale.md has the formulas.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import Sizes
 from windlass.run import STARTS, Line, timestamp
-from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, short_names
+from windlass.study.grid import AXES_ONLY, Assignment, short_names
 from windlass.study.probe import WARMUP, read_probe
-from windlass.study.results import STATES, CellResult
+from windlass.study.results import CellResult
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP
 
@@ -35,20 +35,15 @@ COMPARED = ("speedup", "efficiency", "samples_factor", "runtime_factor", "ratio"
 
 @dataclass
 class Setup:
-    """A setup of a scaling study; its numbers are medians over the finished repeats."""
+    """A setup of a scaling study, with the numbers of its cell."""
 
     name: str  # `1 host, 4 ranks`, or the settings that strategies vary
-    assignment: Assignment  # of its cells, without the repeat
-    results: list[CellResult]  # one for each repeat
-    state: str  # of its cells, by STATES
-    reason: str = ""
+    result: CellResult
     values: dict[str, Any] = field(default_factory=dict)  # by a name of `measures.SETUP`
-    # Lowest and highest over the repeats.
-    spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # why a number is missing
     remarks: list[str] = field(default_factory=list)  # noise, too few cores
     recommended_because: str = ""  # empty: it is not the recommended setup
-    start: Line = field(default_factory=dict)  # the last start of the first finished repeat
+    start: Line = field(default_factory=dict)  # the last start, if the cell is finished
 
     @property
     def world(self) -> int:
@@ -59,17 +54,12 @@ class Setup:
         return "step_ms" in self.values
 
     @property
+    def assignment(self) -> Assignment:
+        return self.result.cell.assignment
+
+    @property
     def recipe(self) -> Recipe:
-        return self.results[0].cell.recipe
-
-    @property
-    def finished(self) -> list[CellResult]:
-        return [result for result in self.results if result.state == "finished"]
-
-    @property
-    def hosts(self) -> set[str]:
-        environments = (result.run.environment for result in self.finished)
-        return {str(rank.get("host")) for e in environments for rank in e.get("ranks", ())}
+        return self.result.cell.recipe
 
     @property
     def on_cpu(self) -> bool:
@@ -79,11 +69,8 @@ class Setup:
 def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> list[Setup]:
     """The setups of a study with all their numbers, by rising hosts and ranks."""
     scaling = study.scaling or Scaling("strategies")
-    groups: dict[str, tuple[Assignment, list[CellResult]]] = {}
-    for result in study.results() if results is None else results:
-        rest = {key: value for key, value in result.cell.assignment.items() if key != REPEAT}
-        groups.setdefault(repr(rest), (rest, []))[1].append(result)
-    table = [_setup(study, scaling, *group) for group in groups.values()]
+    results = study.results() if results is None else results
+    table = [_setup(study, scaling, result) for result in results]
     for setup in table:
         if setup.measured:
             _divide(setup, _probe_medians(study, setup))
@@ -99,12 +86,10 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
     return table
 
 
-def _setup(
-    study: Study, scaling: Scaling, assignment: Assignment, results: list[CellResult]
-) -> Setup:
-    """A setup with the medians of its repeats, not yet compared with other setups."""
-    cell, finished = results[0].cell, [r for r in results if r.state == "finished"]
-    start, recipe = finished[0].numbers.start if finished else {}, cell.recipe
+def _setup(study: Study, scaling: Scaling, result: CellResult) -> Setup:
+    """A setup that is not yet compared with other setups."""
+    cell, recipe, is_finished = result.cell, result.cell.recipe, result.state == "finished"
+    start = result.numbers.start if is_finished else {}
     world = int(start.get("world") or cell.world or cell.nodes)
     batch = start.get("global_batch", recipe.train.global_batch)
     layers = (start.get("network") or {}).get("layers")
@@ -120,24 +105,16 @@ def _setup(
         "parameters": start.get("parameters"),
     }
     values: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
-    columns: dict[str, list[float]] = {}
-    for result in finished:
-        for name, value in _cell_numbers(result).items():
-            columns.setdefault(name, []).append(value)
-    for name, column in columns.items():
-        values[name] = statistics.median(column)
-    words = [_difference(study, assignment)]
+    if is_finished:
+        values |= _cell_numbers(result)
+    words = [_difference(study, cell.assignment)]
     if scaling.mode != "strategies":
         words = [plural(cell.nodes, "host"), plural(world, "rank")]
         if scaling.grow == "model" and layers:
             words.append(plural(layers, "layer"))
     name = ", ".join(filter(None, [*words, sizes.layout])) or "the recipe"
-    worst = min(results, key=lambda result: STATES.index(result.state))
-    setup = Setup(name, assignment, results, worst.state, worst.reason, values, start=start)
-    setup.spread.update({n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1})
-    if 0 < len(finished) < len(results):
-        setup.remarks.append(f"{len(finished)} of {len(results)} repeats have finished")
-    if setup.measured:  # from the median step, so that they agree with it
+    setup = Setup(name, result, values, start=start)
+    if setup.measured:
         steps_per_s = values["steps_per_s"] = 1e3 / values["step_ms"]
         values["samples_per_s"] = batch * steps_per_s
         values["tokens_per_s"] = values["tokens_per_step"] * steps_per_s
@@ -165,10 +142,8 @@ def _cell_numbers(result: CellResult) -> dict[str, float]:
     """The numbers of a finished cell: of its steps after the warm-up, and of its whole run."""
     measured, numbers = windows(result.run.ledger()), result.numbers
     values: dict[str, Any] = step_medians(measured)
-    if measured:
-        values["samples_per_s"] = numbers.start["global_batch"] / values["step_ms"] * 1e3
-        if all("mfu" in line for line in measured):
-            values["mfu"] = statistics.median(line["mfu"] for line in measured)
+    if measured and all("mfu" in line for line in measured):
+        values["mfu"] = statistics.median(line["mfu"] for line in measured)
     whole = numbers.values()
     values |= {name: whole[name] for name in WHOLE_RUN if name in whole}
     if numbers.wall["compile"]:
@@ -205,7 +180,7 @@ def step_medians(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _remark_on_cores(setup: Setup) -> None:
-    environment = setup.finished[0].run.environment
+    environment = setup.result.run.environment
     cores, threads = environment.get("machine", {}).get("cores"), dict[str, list[int]]()
     for rank in environment.get("ranks", ()) if setup.on_cpu and cores else ():
         threads.setdefault(str(rank.get("host")), []).append(int(rank.get("threads") or 1))
@@ -220,7 +195,7 @@ def _probe_medians(study: Study, setup: Setup) -> Mapping[str, float]:
     """The medians of a step without communication; empty if the probe is missing."""
     if setup.world == 1:
         return setup.values
-    runs, why = read_probe(study, setup.results[0].cell)
+    runs, why = read_probe(study, setup.result.cell)
     if why:
         setup.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
         return {}
@@ -285,37 +260,28 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
 
 
 def _recommend(table: list[Setup]) -> None:
-    """Mark the Pareto front of memory and throughput, and the recommended setup: the fastest, or
-    among setups within 2 % of it, or the spread of its repeats, the one with the least memory.
-    """
+    """Mark the recommended setup: among those within 2 % of the fastest the one with the least
+    memory."""
     rivals = [setup for setup in table if setup.measured and "peak_mem_mb" in setup.values]
     if not rivals:
         return
-    points = [(setup.values["samples_per_s"], setup.values["peak_mem_mb"]) for setup in rivals]
-    for setup, (speed, memory) in zip(rivals, points, strict=True):
-        beaten = any(s >= speed and m <= memory and (s, m) != (speed, memory) for s, m in points)
-        setup.values.update(pareto=not beaten, recommended=False)
-
-    def speeds(setup: Setup) -> tuple[float, float]:
-        speed = setup.values["samples_per_s"]
-        return setup.spread.get("samples_per_s", (speed, speed))
-
     fastest = max(rivals, key=lambda setup: setup.values["samples_per_s"])
-    limit = min(0.98 * fastest.values["samples_per_s"], speeds(fastest)[0])
-    near = [setup for setup in rivals if speeds(setup)[1] >= limit]
+    limit = 0.98 * fastest.values["samples_per_s"]
+    near = [setup for setup in rivals if setup.values["samples_per_s"] >= limit]
     smallest = min(near, key=lambda setup: setup.values["peak_mem_mb"])
-    smallest.values["recommended"] = True
+    for setup in rivals:
+        setup.values["recommended"] = setup is smallest
     smallest.recommended_because = "the fastest"
     if smallest is not fastest:
         saved = 1 - smallest.values["peak_mem_mb"] / fastest.values["peak_mem_mb"]
-        tie = f"as fast as {fastest.name}, within 2 % or the spread of its repeats"
+        tie = f"as fast as {fastest.name}, within 2 %"
         smallest.recommended_because = f"{tie}, with {100 * saved:.0f} % less memory"
 
 
 def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
     """For each number why a setup would lack it."""
     if not setup.start:
-        state = f"{setup.state}: {setup.reason}" if setup.reason else setup.state
+        state = ": ".join(filter(None, [setup.result.state, setup.result.reason]))
         return dict.fromkeys(SETUP, "not run yet" if state == "waiting" else state)
     if not setup.measured:
         why = f"no line of the ledger begins after {WARMUP} steps of warm-up"
@@ -330,5 +296,5 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
     if scaling.mode == "strategies":
         reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")
     else:
-        reasons |= dict.fromkeys(("pareto", "recommended"), "not a study of strategies")
+        reasons["recommended"] = "not a study of strategies"
     return reasons | setup.missing

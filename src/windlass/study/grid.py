@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.errors import UserError, argument
+from windlass.errors import UserError
 from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, plain, typed
 from windlass.recipe.layers import from_here
 from windlass.variables import scrub
 
 SEED = "run.seed"
-WORLD, NODES, REPEAT = "parallel.world", "parallel.nodes", "repeat"
-AXES_ONLY = (WORLD, NODES, REPEAT)
-"""Axes that are not settings: a cell's ranks, its hosts, and its number among equal cells."""
-ONE = {NODES: 1, REPEAT: 1}  # the values of a cell that does not set them
+WORLD, NODES = "parallel.world", "parallel.nodes"
+AXES_ONLY = (WORLD, NODES)  # axes that are not settings: a cell's ranks and its hosts
+ONE = {NODES: 1}  # the value of a cell that does not set it
 Assignment = dict[str, Any]  # dotted keys and the values of one cell
 
 
@@ -74,10 +73,6 @@ class Cell:
     def nodes(self) -> int:
         return int(self.assignment.get(NODES, 1))
 
-    @property
-    def repeat(self) -> int:
-        return int(self.assignment.get(REPEAT, 1))
-
 
 def label_of(assignment: Assignment, names: Mapping[str, str] | None = None) -> str:
     """An assignment on one line, by `short_names` or the given names: `lr=0.001 kind=wsd`."""
@@ -102,14 +97,6 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
     """All cells of a grid, with validated recipes; the last axis changes fastest."""
     axes = list(axes)
     keys = [key for axis in axes for key in axis.keys]
-    for key in keys:
-        if key in ("run.dir", "run.name"):
-            raise UserError(f"{key} differs in each cell: name the study's directory instead")
-        if keys.count(key) > 1:
-            raise UserError(f"{key}: two axes of the grid set it")
-        if key in ONE:
-            options = f"{argument('nodes', [1, 2])} and {argument('repeats', 3)}"
-            raise UserError(f"{key} belongs to scaling studies: {options} set it")
     combinations = itertools.product(*(axis.values for axis in axes))
     rows = (itertools.chain(*values) for values in combinations)
     typed_here = (dict(zip(keys, row, strict=True)) for row in rows)

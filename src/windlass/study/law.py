@@ -220,10 +220,8 @@ def check(runs: Sequence[Observation], form: str) -> None:
             "the law needs more runs than constants, without the largest ones, which it predicts"
         )
         raise UserError(f"{needs}: {problem}; add sizes or tokens")
-    sizes, amounts = {r.parameters for r in runs}, {r.tokens for r in runs}
-    if min(len(sizes), len(amounts)) < 2:
-        same = "size" if len(sizes) < 2 else "amount of tokens"
-        raise UserError(f"the law is fitted to runs of one {same}: add another, so that it shows")
+    if len({run.parameters for run in runs}) < 2:  # tokens differ with the sizes
+        raise UserError("the law is fitted to runs of one size: add another, so that it shows")
 
 
 def _starts(form: str, y: Numbers) -> list[Numbers]:

@@ -42,7 +42,7 @@ UNTIMED = ("preset", "run.", "data.dir", "eval.", "checkpoint.", "telemetry.")
 
 
 def probe_dir(study: Study, cell: Cell) -> Path:
-    """The directory of a cell's probe, which repeats and strategies share."""
+    """The directory of a cell's probe, which strategies share."""
     settings = cell.recipe.replace(ALONE).flat().items()
     timed = [(key, value) for key, value in settings if not key.startswith(UNTIMED)]
     digest = hashlib.sha256(f"{timed}{cell.world}x{cell.nodes}".encode()).hexdigest()[:8]

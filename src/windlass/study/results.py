@@ -20,8 +20,6 @@ from windlass.telemetry.measures import LOSS
 
 NO_BEST = "Windlass names no best cell"
 OPEN_STATES = ("waiting", "interrupted")
-# All states; several repeats together have the one that comes first here.
-STATES = ("failed", "interrupted", "running", "waiting", "finished")
 # A lower loss does not decide between values of these settings: they change how much is computed,
 # or how it is computed.
 NO_CHOICE = (
@@ -42,7 +40,7 @@ class CellResult:
     cell: Cell
     run: Run  # begun or not
     numbers: RunNumbers
-    state: str  # of STATES
+    state: str  # `failed`, `interrupted`, `running`, `waiting` or `finished`
     reason: str = ""  # why it failed
     steps: int | None = None  # None: they depend on data that is not prepared yet
     left_s: float | None = None  # seconds to the last step, while it runs
@@ -74,7 +72,7 @@ def cell_result(
 
 
 def cell_state(run: Run, events: Sequence[Line], failure: str | None) -> tuple[str, str]:
-    """One of STATES, and why the cell failed."""
+    """A cell's state, and why it failed."""
     state = run.state_by(events)
     if state in ("finished", "running"):
         return state, ""

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from windlass.errors import UserError, argument, did_you_mean, plural
-from windlass.estimate.inputs import read_inputs
 from windlass.processes import usable_cores, visible_gpus
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import STRATEGIES
 from windlass.run import Run
-from windlass.study.grid import NODES, REPEAT, WORLD, Assignment, Cell
+from windlass.study.grid import NODES, WORLD, Assignment, Cell
 from windlass.study.progress import Progress
 from windlass.study.study import Scaling, Study, load_study
 from windlass.study.sweep import Sweep
@@ -32,7 +29,6 @@ def scale(
     mode: str = "",
     grow: str = "",
     nodes: Sequence[int] = (),
-    repeats: int | None = None,
     path: str | Path | None = None,
     probes: bool = True,
     retry_failed: bool = False,
@@ -50,7 +46,6 @@ def scale(
         mode: It says what stays as the ranks grow (`windlass scale --help`); default `strong`.
         grow: With `weak`: `batch` or `model`, what grows with the ranks.
         nodes: Hosts of each of the `worlds`; all ranks of a job train a cell.
-        repeats: Runs of each setup; default 1.
         path: The study's directory; None: `studies/<preset>-<mode>-<hash>`.
         probes: Measure steps without communication.
         retry_failed: Train failed cells again.
@@ -58,13 +53,8 @@ def scale(
 
     Raises UserError if a cell is impossible, and Stopped after a signal, with everything saved.
     """
-    study = create_scaling(
-        recipe, worlds, overrides, nodes=nodes, mode=mode, grow=grow, repeats=repeats, path=path
-    )
+    study = create_scaling(recipe, worlds, overrides, nodes=nodes, mode=mode, grow=grow, path=path)
     if study.over_hosts:
-        if retry_failed or not probes:
-            option = argument("retry_failed") if retry_failed else argument("no_probe")
-            raise UserError(f"{option}: `windlass submit` trains the cells of {study.path}")
         return study
     with progress or Progress() as shown:
         Sweep(study, study.cells, retry_failed=retry_failed, probes=probes, progress=shown).start()
@@ -79,7 +69,6 @@ def create_scaling(
     nodes: Sequence[int] = (),
     mode: str = "",
     grow: str = "",
-    repeats: int | None = None,
     path: str | Path | None = None,
 ) -> Study:
     """Create the scaling study of these options, or add its cells to one; a preset has defaults."""
@@ -93,7 +82,7 @@ def create_scaling(
         path = Path("studies") / f"{name}-{recipe.config_hash[:8]}"
     before = Study.open(path) if Study.is_study(path) else None
     old = before.scaling if before else None
-    scaling = scaling_of(old, mode, grow, repeats, preset.get("preset", ""))
+    scaling = scaling_of(old, mode, grow, preset.get("preset", ""))
     if worlds:
         recipe.check_packages()
         if not nodes:
@@ -103,9 +92,8 @@ def create_scaling(
             cell, layers = before.cells[0], before.recipe.model.layers
             smallest = layers * (cell.world or 1) // cell.recipe.model.layers
         listed = assignments(recipe, scaling, worlds, nodes, smallest)
-        fewest = 1  # steps of the shortest cell; unknown before the data is prepared
-        with suppress(UserError):
-            fewest = min(steps_of(recipe, one) for one in listed if one.get(REPEAT, 1) == 1)
+        steps = [one.get("train.steps", recipe.train.steps) for one in listed]
+        fewest = min(number if isinstance(number, int) else 1 for number in steps)
         every = min(recipe.telemetry.every, max(1, fewest // WINDOWS))
         recipe = recipe.replace({"telemetry.every": every})
     elif before and before.scaling:
@@ -120,7 +108,6 @@ def scaling_of(
     before: Scaling | None,
     mode: str = "",
     grow: str = "",
-    repeats: int | None = None,
     preset: str = "",
 ) -> Scaling:
     """A study's options: the given ones, else the existing study's, else the defaults."""
@@ -135,11 +122,11 @@ def scaling_of(
         belongs = f"{argument('grow', grow)} belongs to {argument('mode', 'weak')}"
         raise UserError(f"{belongs}, and the mode is {mode}: leave it out")
     if before is None:
-        return Scaling(mode, grow, repeats or 1, preset)
+        return Scaling(mode, grow, preset)
     if (mode, grow) != (before.mode, before.grow):
-        words = argument("mode", " ".join(filter(None, (before.mode, before.grow))))
+        words = argument("mode", before.kind)
         raise UserError(f"the existing study has {words}: give another {argument('path', 'DIR')}")
-    return replace(before, repeats=repeats or before.repeats)
+    return before
 
 
 def with_threads(recipe: Recipe, most_ranks: int, before: Study | None) -> Recipe:
@@ -147,12 +134,8 @@ def with_threads(recipe: Recipe, most_ranks: int, before: Study | None) -> Recip
     device = recipe.parallel.device
     if device == "cuda" or (device == "auto" and visible_gpus()):
         return recipe
-    asked, fixed = recipe.train.threads, before.recipe.train.threads if before else 0
-    if asked and fixed and asked != fixed:
-        equal = f"the study's cells have {fixed}, and only equal ones compare"
-        raise UserError(f"train.threads = {asked}: {equal}")
-    share = max(1, usable_cores() // most_ranks)
-    return recipe.replace({"train.threads": asked or fixed or share})
+    fixed = before.recipe.train.threads if before else recipe.train.threads
+    return recipe.replace({"train.threads": fixed or max(1, usable_cores() // most_ranks)})
 
 
 def assignments(
@@ -162,10 +145,9 @@ def assignments(
     nodes: Sequence[int] = (),
     smallest: int = 0,
 ) -> list[Assignment]:
-    """The grid of a scaling study in running order.
+    """The grid of a scaling study.
 
-    Repeats are outermost, and every other one goes backwards, so that a machine that drifts favours
-    no number of ranks. `smallest`: the ranks of the recipe's own model; 0: the fewest of `worlds`.
+    `smallest`: the ranks of the recipe's own model; 0: the fewest of `worlds`.
     """
     worlds = list(dict.fromkeys(worlds))
     _check(recipe, scaling, worlds, nodes)
@@ -174,17 +156,9 @@ def assignments(
         places = [{WORLD: world, NODES: n} for world, n in zip(worlds, nodes, strict=True)]
     if scaling.mode == "strategies":
         kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1)
-        listed = [places[0] | kind for kind in kinds]
-    else:
-        first = smallest or min(worlds)
-        listed = [one | settings_of(recipe, scaling, one[WORLD], first) for one in places]
-    if scaling.repeats == 1:
-        return listed
-    rows = []
-    for repeat in range(1, scaling.repeats + 1):
-        cells = listed if repeat % 2 else listed[::-1]
-        rows += [one | {REPEAT: repeat} for one in cells]
-    return rows
+        return [places[0] | kind for kind in kinds]
+    first = smallest or min(worlds)
+    return [one | settings_of(recipe, scaling, one[WORLD], first) for one in places]
 
 
 def _check(recipe: Recipe, scaling: Scaling, worlds: list[int], nodes: Sequence[int]) -> None:
@@ -252,9 +226,3 @@ def strategies(recipe: Recipe, world: int, nodes: int) -> list[Assignment]:
     if not possible:
         raise problems[0]
     return possible
-
-
-def steps_of(recipe: Recipe, assignment: Assignment) -> int:
-    cell = Cell.of(recipe, assignment).recipe
-    steps, world = cell.train.steps, assignment[WORLD]
-    return steps if isinstance(steps, int) else read_inputs(cell, world=world).resolve_steps()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shlex
 import tomllib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from windlass.errors import UserError, argument, plural, require
+from windlass.errors import UserError, argument, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, typed
 from windlass.recipe.layers import dotted, study_presets
@@ -31,11 +30,9 @@ from windlass.study.numbers import BITS, RunNumbers, read_numbers
 from windlass.study.results import (
     NO_BEST,
     CellResult,
-    SeedGroup,
     Winners,
     cell_result,
     find_winners,
-    seed_groups,
 )
 from windlass.telemetry.measures import LOSS
 
@@ -50,8 +47,11 @@ Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
 class Scaling:
     mode: str  # one of `scale.MODES`
     grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
-    repeats: int = 1
     preset: str = ""  # of the study, if it comes from one
+
+    @property
+    def kind(self) -> str:
+        return f"{self.mode} {self.grow}".strip()
 
 
 class StoredCell(BaseModel):
@@ -65,7 +65,6 @@ class StudyFile(BaseModel):
 
     kind: Kind
     world: int = 0
-    axes: dict[str, list[Any]] = {}  # for readers; the cells have them
     cells: list[StoredCell] = Field(min_length=1)
     scaling: Scaling | None = None
 
@@ -75,7 +74,7 @@ class Study:
     """A study's directory. It may gain cells; its runs and failures change while a sweep works."""
 
     path: Path
-    recipe: Recipe
+    recipe: Recipe = field(repr=False)
     cells: list[Cell] = field(repr=False)
     kind: Kind = "sweep"
     world: int = 0  # ranks of a cell without `parallel.world`; 0: one, or all ranks of a job
@@ -84,12 +83,6 @@ class Study:
     _numbers: dict[Path, tuple[tuple[int, ...], RunNumbers]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    def __repr__(self) -> str:
-        counts = Counter(result.state for result in self.results())
-        states = ", ".join(f"{count} {state}" for state, count in counts.items())
-        cells = f"{plural(len(self.cells), 'cell')} over {', '.join(self.keys)}"
-        return f"Study({self.path}: {cells}; {states})"
 
     @staticmethod
     def create(
@@ -122,19 +115,20 @@ class Study:
             example = "for example optim.lr=1e-2,1e-3"
             raise UserError(f"{path} is not a study yet: name the axes of its grid, {example}")
         kind = "scaling" if scaling else kind
-        new = Study(path, base, _cells(base, axes), kind, world, scaling)
+        cells = list[Cell]()
+        if assignments := [plain(one) for one in axes if isinstance(one, dict)]:
+            cells = cells_of(base, assignments)
+        elif len(axes):
+            cells = expand(base, read_axes(axes))
+        new = Study(path, base, cells, kind, world, scaling)
         if not write:
             return Study.open(path)._grown(new) if Study.is_study(path) else new
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            with locked(path / ".study.lock"):
-                before = Study.open(path) if Study.is_study(path) else None
-                study = before._grown(new) if before else new
-                if study != before:
-                    study._write()
-        except OSError as error:
-            remedy = f"give another {argument('path', 'DIR')}"
-            raise UserError(f"cannot write the study {path}: {error.strerror}; {remedy}") from None
+        path.mkdir(parents=True, exist_ok=True)
+        with locked(path / ".study.lock"):
+            before = Study.open(path) if Study.is_study(path) else None
+            study = before._grown(new) if before else new
+            if study != before:
+                study._write()
         return study
 
     def _write(self) -> None:
@@ -143,7 +137,6 @@ class Study:
         stored = StudyFile(
             kind=self.kind,
             world=self.world,
-            axes=self.values,
             cells=[
                 StoredCell(assignment=cell.assignment, run=cell.directory, key=cell.key)
                 for cell in self.cells
@@ -223,12 +216,6 @@ class Study:
     def over_hosts(self) -> bool:
         return self.cells[0].on_hosts
 
-    def cell(self, number: int) -> Cell:
-        if not 0 <= number < len(self.cells):
-            last = len(self.cells) - 1
-            raise UserError(f"{argument('only', number)}: the cells are 0 to {last}")
-        return self.cells[number]
-
     def run_of(self, cell: Cell) -> Run:
         return Run(self.path / cell.directory)
 
@@ -268,9 +255,6 @@ class Study:
                 failures[cell.key] = reason
             write_atomic(self.path / "failures.json", json.dumps(failures, indent=1))
 
-    def groups(self) -> list[SeedGroup]:
-        return seed_groups(self.results())
-
     def winners(self, results: Sequence[CellResult] = ()) -> Winners:
         if self.kind == "ladder":
             return Winners([], f"{NO_BEST}: the law of a ladder compares its cells.")
@@ -302,30 +286,6 @@ class Study:
         return shlex.join(["windlass", "train", f"{self.path.as_posix()}/recipe.toml", *words])
 
 
-def _cells(base: Recipe, axes: Axes) -> list[Cell]:
-    assignments = [plain(one) for one in axes if isinstance(one, dict)]
-    if assignments:
-        return cells_of(base, assignments)
-    return expand(base, read_axes(axes)) if len(axes) else []
-
-
-class StudyPreset(BaseModel):
-    """A file of `presets/studies`: a recipe with changes, and options of `scale` or `sweep`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    verb: Literal["scale", "sweep"]
-    recipe: str  # the preset of the recipe that all cells share
-    set: dict[str, Any] = {}  # settings that it changes
-    # With `sweep`: the axes, as typed, and the ranks of each cell.
-    axes: list[str] = []
-    world: int = 1
-    # With `scale`: options of `windlass scale`.
-    mode: str = "strong"
-    grow: str = ""
-    worlds: list[int] = []
-
-
 def load_study(
     source: Any, verb: str, overrides: Changes = ()
 ) -> tuple[Recipe, dict[str, Any], Path | None]:
@@ -336,13 +296,13 @@ def load_study(
     """
     text, files = str(source), study_presets()
     if text in files and not Path(text).exists():
-        preset = StudyPreset(**tomllib.loads(files[text].read_text(encoding="utf-8")))
-        if preset.verb != verb:
-            raise UserError(f"{text} is a preset for {preset.verb}, not for {verb}")
-        recipe = Recipe.load(preset.recipe, dotted(preset.set) | dotted(overrides))
-        options = preset.model_dump(exclude={"verb", "recipe", "set"}, exclude_unset=True)
+        preset = tomllib.loads(files[text].read_text(encoding="utf-8"))
+        if (own := preset.pop("verb")) != verb:
+            raise UserError(f"{text} is a preset for {own}, not for {verb}")
+        changes = dotted(preset.pop("set", {})) | dotted(overrides)
+        recipe = Recipe.load(preset.pop("recipe"), changes)
         path = Path("studies") / f"{text}-{recipe.config_hash[:8]}"
-        return recipe, options | {"preset": text}, path
+        return recipe, preset | {"preset": text}, path
     if isinstance(source, str | Path):
         recipe = Recipe.load(source, overrides)
     else:

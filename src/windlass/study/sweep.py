@@ -16,7 +16,7 @@ from pathlib import Path
 from windlass import errors
 from windlass.data.directory import data_dirs
 from windlass.data.prepare import prepare
-from windlass.errors import UserError, plural
+from windlass.errors import UserError
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
 from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
@@ -69,7 +69,7 @@ def sweep(
     if study.over_hosts and only is None:
         how = f"`windlass submit {shlex.quote(str(study.path))}` submits its cells"
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
-    cells = study.cells if only is None else [study.cell(only)]
+    cells = study.cells if only is None else [study.cells[only]]
     with progress or Progress() as shown:
         Sweep(study, cells, workers, retry_failed, launch, progress=shown).start()
     return study
@@ -114,16 +114,12 @@ class Sweep:
     def __post_init__(self) -> None:
         self.launch = self.launch or self.study.over_hosts
         # The cells of a scaling study run one at a time, so that their times compare.
-        asked = 1 if self.study.scaling else min(self.workers, len(self.cells))
+        self.workers = 1 if self.study.scaling else min(self.workers, len(self.cells))
         world = max(map(self.study.ranks_of, self.cells))
         on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in self.cells)
         self.devices = [] if on_cpu else visible_gpus()
-        self.workers = asked
         if self.devices:
-            self.workers = max(1, min(asked, len(self.devices) // world))
-        if self.workers < asked:
-            devices = f"{plural(len(self.devices), 'device')}, {world} for each cell"
-            self.progress.notify(f"{devices}: {self.workers} cells side by side, not {asked}")
+            self.workers = max(1, min(self.workers, len(self.devices) // world))
         # A cell that another process trains is left to it, and resumed here if that process dies.
         self.open_states = {*OPEN_STATES, "running"}
         if self.retry_failed:
@@ -137,7 +133,7 @@ class Sweep:
             return
         for cell in self.cells:
             self.run([cell])
-            if cell.repeat == 1 and self.study.result(cell).state == "finished":
+            if self.study.result(cell).state == "finished":
                 run_probe(self.study, cell, self.progress.notify, self.retry_failed)
 
     def _prepare(self) -> None:

@@ -332,8 +332,6 @@ exact_match | rate | EM | Exact match | SQuAD's exact match at the last evaluati
 f1 | rate | F1 | F1 | SQuAD's F1 at the last evaluation | | optional
 peak_mem_mb | mb | memory MB | Peak memory, fullest rank (MB)\
  | highest memory of the fullest rank, allocated on a GPU, else resident
-pareto | | pareto | Pareto front | whether no setup is both faster and smaller in memory\
- | | strategies
 recommended | | best | Recommended | whether it is the recommended setup | | strategies
 tokens_per_s_per_device | count | tok/s/rank | Tokens/s of a rank | tokens a second per rank
 mfu | share | MFU | MFU | Model FLOPs utilisation
