@@ -155,8 +155,6 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     rows = [row for row in rows if ragged or len(row) == width]
     assert len(samples) == len(rows)
     assert samples.valid_tokens == sum(map(len, rows))
-    with pytest.raises(IndexError):
-        samples.read(np.array([len(rows)]))
     found_tokens, found_labels, *_ = samples.read(np.arange(len(rows)))
     assert found_tokens.shape == found_labels.shape == (len(rows), width)
     for row, x, y in zip(rows, found_tokens.tolist(), found_labels.tolist(), strict=True):
