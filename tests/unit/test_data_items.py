@@ -449,7 +449,7 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
     held = asked(mine)  # one article of three
     assert len(held) == 3 and len({q.group for q in held}) == 1
     with refused("eval.squad_file", "none.json"):
-        asked(text, squad_file=str(tmp_path / "none.json"))
+        asked({}, squad_file=str(tmp_path / "none.json"))
     with refused("no questions", "data.val_fraction"):
         asked({"data": {**mine["data"], "val_fraction": 0}})
     with refused("data.eval_source", "squad:FILE.json"):
