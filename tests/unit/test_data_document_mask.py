@@ -122,7 +122,5 @@ def test_sources_without_documents_need_no_mask(source, tmp_path):
         assert not masks_documents(opened(name, tmp_path / str(number)).train)
     data = opened(source, tmp_path, document_mask=True, eval_source=str(tmp_path / "one.txt"))
     assert masks_documents(data.train) and not masks_documents(data.val)
-    with refused("data.document_mask", "one text", "auto"):
-        opened(tmp_path / "one.txt", tmp_path / "0", document_mask=True)
     with refused("data.document_mask", "shards of other tools", "auto"):
         recipe_for(shards).replace("data.document_mask=true")

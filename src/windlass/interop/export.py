@@ -42,7 +42,6 @@ OLDER_NAMES = (
     *("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"),
     *("rotary_pct", "rotary_emb_base", "original_max_position_embeddings", "n_ctx"),
 )
-FILE_BYTES = 4 * 10**9  # of weights in one file, at most
 
 
 def export(
@@ -272,15 +271,15 @@ def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
 def save_weights(
     tensors: Iterable[tuple[str, Tensor]], directory: Path, dtype: str, stem: str = "model"
 ) -> None:
-    """Tensors as safetensors files of about FILE_BYTES or less; an index for several files."""
+    """Tensors as safetensors files of at most 5 GB; an index for several files."""
     from huggingface_hub import save_torch_state_dict
 
     # The format cannot hold views of another tensor's storage.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
     wanted = getattr(torch, DTYPES[dtype])
     copies = {n: c.to(wanted) if c.is_floating_point() else c for n, c in copies.items()}
-    how: Any = {"max_shard_size": FILE_BYTES, "metadata": {"format": "pt"}}
-    save_torch_state_dict(copies, directory, filename_pattern=stem + "{suffix}.safetensors", **how)
+    pattern = stem + "{suffix}.safetensors"
+    save_torch_state_dict(copies, directory, filename_pattern=pattern, metadata={"format": "pt"})
 
 
 def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, directory: Path) -> None:
