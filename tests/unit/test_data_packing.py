@@ -14,7 +14,7 @@ from data_fixtures import conversations, recipe_for
 from helpers import refused, windlass
 from windlass.data.describe import describe, lines
 from windlass.data.open import open_data
-from windlass.data.samples import BestFitSamples, best_fit, positions_of, real_tokens
+from windlass.data.samples import BestFitSamples, best_fit, real_tokens
 
 
 def best_fit_decreasing(sizes, context):
@@ -73,11 +73,6 @@ def test_each_item_is_whole_and_alone_in_its_part_of_a_row(tmp_path, tails):
     assert sorted(seen) == list(range(len(rows)))
     assert (batch.labels != -100).sum() == packed.valid_tokens == rows.valid_tokens
     assert real_tokens(packed) == real_tokens(rows) == sum(rows.sizes)
-
-
-def test_positions_restart_in_each_document():
-    numbers = np.array([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
-    assert positions_of(numbers).tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
 
 
 def test_prepare_shows_how_full_the_rows_are(tmp_path: Path) -> None:

@@ -58,16 +58,13 @@ def evaluate_squad(
     ranks: Ranks,
     stop: frozenset[int],
     passes: Passes = PLAIN,
-    max_tokens: int = 0,
 ) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Scores, and predictions by question id; None if stopped. `max_tokens`: of an answer; 0: enough
-    for MAX_ANSWER_CHARACTERS."""
+    """Scores, and predictions by question id; None if stopped."""
     model = unwrap(model)
-    if not max_tokens:
-        texts = [question.question + " " + question.context for question in questions[:64]]
-        tokens = sum(len(tokenizer.encode(text)) for text in texts)
-        longest_answer = math.ceil(tokens / max(1, sum(map(len, texts))) * MAX_ANSWER_CHARACTERS)
-        max_tokens = max(1, min(longest_answer, model.context // 2))
+    texts = [question.question + " " + question.context for question in questions[:64]]
+    tokens = sum(len(tokenizer.encode(text)) for text in texts)
+    longest_answer = math.ceil(tokens / max(1, sum(map(len, texts))) * MAX_ANSWER_CHARACTERS)
+    max_tokens = max(1, min(longest_answer, model.context // 2))
     longest = min(model.context, window(model) - max_tokens)
     sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=stop)
 
