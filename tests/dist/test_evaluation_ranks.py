@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from harness import Join, recipe, run_ranks
 from rows import Rows
 from windlass.data.items import Question
 from windlass.data.tokenizer_kinds import byte_tokenizer
+from windlass.evaluation import generate as generation
 from windlass.evaluation.api import precision_of
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.harness import generate_until
@@ -90,7 +92,8 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     """All measurements, with counts that no world divides; rank 3 of 4 gets no prompt at all."""
     texts, rank, world = prompts(7), ranks.mesh.data_rank, ranks.mesh.data_world
     mine = [] if rank == 3 else list(range(7))[rank::world]
-    continued = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine, batch=2)
+    with mock.patch.object(generation, "BATCH", 2):
+        continued = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine)
     pairs = [Continuation(texts[i // 2], texts[i + 1]) for i in range(6)]  # contexts twice
     scored = log_likelihoods(model, pairs, ranks)
     assert continued is not None and scored is not None
@@ -100,7 +103,7 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     uneven = generate(model, [texts[0]], Sampling(24, temperature=0, stop=stop), ranks)
     assert uneven is not None and len(uneven[0]) == (0 if rank == 0 else 24)
     lone = generate(model, texts[:1] if rank == world - 1 else [], SAMPLING, ranks)
-    squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, ENDS, max_tokens=8, batch=2)
+    squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, ENDS)
     assert squad is not None
     return {
         "loss": [evaluate_loss(model, rows(11), ranks, 2, limit) for limit in (0, 1, 5)],
@@ -123,7 +126,7 @@ def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
     """Fewer items than ranks, and an odd number of them."""
     rows = [Continuation([1], [2, i]) for i in range(count)]
     scored, chosen = log_likelihoods(model, rows, ranks), hellaswag(model, ITEMS[:count], ranks)
-    squad = evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, ENDS, max_tokens=8)
+    squad = evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, ENDS)
     assert scored is not None and chosen is not None and squad is not None
     return scored[0].tokens, chosen["acc"], squad[1]
 
@@ -200,7 +203,7 @@ def stopped(model: Any, ranks: Ranks) -> list[Any]:
 
     return [
         evaluate_loss(model, rows(64), ranks, 2, passes=poll_of()),
-        generate(model, prompts(3 + ranks.rank), SAMPLING, ranks, batch=2, passes=poll_of()),
+        generate(model, prompts(3 + ranks.rank), SAMPLING, ranks, passes=poll_of()),
         log_likelihoods(model, [Continuation([1] * 60, [2] * 4)] * 512, ranks, poll_of()),
         evaluate_loss(model, rows(5), ranks, 2, passes=Passes(poll=lambda: False)),
     ]

@@ -40,7 +40,7 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) ->
     squad.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [paragraph]}]}))
     (tmp_path / "h.jsonl").write_text(json.dumps(ITEM) + "\n")
     items = f"eval.hellaswag_file={tmp_path / 'h.jsonl'}"
-    files = (items, f"eval.squad_file={squad}", "eval.squad_items=2")
+    files = (items, f"eval.squad_file={squad}", "data.eval_size=2")
     assert typed("eval", run, "--suite", "loss,hellaswag,squad", *files, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads((run / "eval" / "step-00000012.json").read_text())

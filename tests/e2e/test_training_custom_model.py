@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModel
 
 from forked import launch
@@ -297,9 +296,7 @@ def llama(**changes):
 
 
 def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
-    """As the same weights train by name; it is evaluated, sampled and exported, and has its new
-    weights in place.
-    """
+    """As the same weights train by name; it is evaluated, and has its new weights in place."""
     model = llama()
     model.save_pretrained(tmp_path / "base")
     before = model.lm_head.weight.detach().clone()
@@ -314,9 +311,6 @@ def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
     assert run.environment["own_model"] == "LlamaForCausalLM"
     again = evaluate(run, model=llama(), data=page["data"])
     assert again.results["loss"]["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-6)
-    weights = load_file(export(run, tmp_path / "out") / "model.safetensors")
-    assert weights.keys() <= model.state_dict().keys()
-    assert all(tensor.equal(model.state_dict()[name]) for name, tensor in weights.items())
 
 
 def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
@@ -462,10 +456,8 @@ def test_a_model_and_samples_of_ones_own(tmp_path, page):
     assert measured == pytest.approx(run.lines("eval")[-1]["full_loss"], rel=1e-6)
     with refused("without a tokenizer"):
         sample(run, model=fresh)
-    exported = load_file(export(run, tmp_path / "weights") / "model.safetensors")
-    assert exported.keys() == fresh.state_dict().keys()
-    assert all(torch.equal(exported[name], value) for name, value in fresh.state_dict().items())
-    assert "MyModel" in (tmp_path / "weights" / "README.md").read_text()
+    with refused("MyModel", "load_model"):
+        export(run, tmp_path / "weights")
 
 
 class Rows(torch.utils.data.Dataset):

@@ -29,7 +29,7 @@ from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.fileio import Files
-from windlass.interop.export import export, save_tokenizer, save_weights
+from windlass.interop.export import export, save_tokenizer
 from windlass.recipe import Recipe, presets
 from windlass.run import Run
 from windlass.training.start import resolve_start
@@ -131,17 +131,6 @@ def test_an_exported_tokenizer_gives_the_same_ids_and_text(kind, tmp_path, reque
     assert exported.eos_token_id == tokenizer.eot and len(exported) == tokenizer.vocab
     again = hf_tokenizer(str(tmp_path))
     assert again.encode(text).tolist() == ids and again.eot == tokenizer.eot
-
-
-def test_large_weights_are_split_into_files_with_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr("windlass.interop.export.FILE_BYTES", 900)
-    tensors = {f"t{i}": torch.full((10, 10), float(i)) for i in range(7)}
-    tensors["tied"] = tensors["t0"]
-    save_weights(tensors.items(), tmp_path, "fp32")
-    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert files.keys() == tensors.keys() and len(set(files.values())) == 4
-    for name, file in files.items():
-        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
 
 
 # -- runs

@@ -13,7 +13,7 @@ from data_fixtures import (
     recipe_for,
 )
 from helpers import windlass
-from windlass.data.describe import describe, lines, warnings
+from windlass.data.describe import describe, lines
 from windlass.data.open import open_data
 from windlass.data.run_data import Data
 
@@ -99,12 +99,3 @@ def test_a_mixture_of_formats_and_the_end_of_its_single_text(tmp_path) -> None:
         assert facts[name]["tokens_per_sample"] == round(lengths / len(samples), 3)
     shown = lines(facts, 256)
     assert f"{facts['train']['label_tokens']:,} of them" in shown["training"]
-
-
-def test_what_is_left_out_is_said(tmp_path) -> None:
-    texts = [text for text in documents(150) if len(text) > 20]
-    train = jsonl(tmp_path / "train.jsonl", [*texts, texts[3]])
-    own = {"eval_source": str(jsonl(tmp_path / "val.jsonl", [*texts[:7], texts[3], "other"]))}
-    facts = describe(open_data(recipe_for(train, tmp_path / "data", **own)))
-    assert facts["shared"] == 8 and "8 documents" in "".join(warnings(facts))
-    assert facts["train"]["items"] == len(texts) - 7 and facts["val"]["items"] == 9

@@ -9,12 +9,9 @@ from tokenizers import Tokenizer
 import tokenizer_fixtures
 from data_fixtures import documents, jsonl, recipe_for, text_hash
 from helpers import refused
-from windlass.data.describe import describe
-from windlass.data.mixture import MixedSamples
 from windlass.data.open import open_data
 from windlass.data.run_data import Data
 from windlass.data.samples import masks_documents
-from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
 
 CONTEXT = 64
@@ -73,9 +70,6 @@ def test_the_rows_are_cut_documents(source, tmp_path, shard_tokens):
         own = [[256, *text.encode()] for text in texts if is_held(text) is held]
         assert samples.tokens == sum(map(len, own))
         check_rows(samples, own, 256, ragged=held)
-    facts = describe(data)
-    assert facts["train"]["attended"] == round(data.train.attended, 3)
-    assert facts["train"]["label_tokens"] == data.train.valid_tokens
 
 
 def test_the_mask_changes_no_token_no_label_and_no_fingerprint(source, tmp_path):
@@ -128,29 +122,5 @@ def test_sources_without_documents_need_no_mask(source, tmp_path):
         assert not masks_documents(opened(name, tmp_path / str(number)).train)
     data = opened(source, tmp_path, document_mask=True, eval_source=str(tmp_path / "one.txt"))
     assert masks_documents(data.train) and not masks_documents(data.val)
-    with refused("data.document_mask", "one text", "auto"):
-        opened(tmp_path / "one.txt", tmp_path / "0", document_mask=True)
     with refused("data.document_mask", "shards of other tools", "auto"):
         recipe_for(shards).replace("data.document_mask=true")
-
-
-def test_a_mixture_of_documents_and_one_text(source, tmp_path):
-    (tmp_path / "one.txt").write_text("one text " * 200)
-    names = {"documents": source, "text": tmp_path / "one.txt"}
-    mix = [{"name": key, "source": str(name), "weight": 0.5} for key, name in names.items()]
-    own = {"mix": mix, "dir": str(tmp_path / "mix")}
-    model = {"layers": 1, "heads": 1, "width": 8, "context": CONTEXT}
-    samples = open_data(Recipe.model_validate({"model": model, "data": own})).train
-    assert isinstance(samples, MixedSamples) and masks_documents(samples)
-    indices = np.array([0, len(samples) - 1, 1, len(samples) - 2])
-    batch = samples.read(indices)
-    for at, index in enumerate(indices.tolist()):
-        source_number = int(index >= samples.starts[1])
-        own = samples.parts[source_number].read(np.array([index - samples.starts[source_number]]))
-        assert (batch.tokens[at] == own.tokens[0]).all()
-        if source_number:
-            assert not batch.documents[at].any() and own.documents is None
-            assert batch.positions[at].tolist() == list(range(CONTEXT))
-        else:
-            assert (batch.documents[at] == own.documents[0]).all()
-            assert (batch.positions[at] == own.positions[0]).all()

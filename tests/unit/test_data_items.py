@@ -424,10 +424,10 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
 
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("a corpus, which is no SQuAD")
-    text = {"data": {"source": "corpus.txt", "eval_source": str(corpus), "eval_size": 5}}
     everything = asked({}, squad_file=str(file))
     assert [q.id for q in everything] == [f"Land {a}-{i}" for a in range(3) for i in range(3)]
-    five, two = (asked(text, squad_file=str(file), squad_items=n) for n in (0, 2))
+    text = {"source": "corpus.txt", "eval_source": str(corpus)}
+    five, two = (asked({"data": text | {"eval_size": n}}, squad_file=str(file)) for n in (5, 2))
     assert len(five) == 5 and len(two) == 2 and set(two) < set(five) < set(everything)
     absent = {"format": "squad", "source": f"squad:{tmp_path / 'absent.json'}"}
     assert asked({"data": absent}, squad_file=str(file)) == everything
@@ -436,7 +436,7 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
     held = asked(mine)  # one article of three
     assert len(held) == 3 and len({q.group for q in held}) == 1
     with refused("eval.squad_file", "none.json"):
-        asked(text, squad_file=str(tmp_path / "none.json"))
+        asked({}, squad_file=str(tmp_path / "none.json"))
     with refused("no questions", "data.val_fraction"):
         asked({"data": {**mine["data"], "val_fraction": 0}})
     with refused("data.eval_source", "squad:FILE.json"):

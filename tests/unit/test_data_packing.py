@@ -14,7 +14,7 @@ from data_fixtures import conversations, recipe_for
 from helpers import refused, windlass
 from windlass.data.describe import describe, lines
 from windlass.data.open import open_data
-from windlass.data.samples import BestFitSamples, best_fit, positions_of, real_tokens
+from windlass.data.samples import BestFitSamples, best_fit, real_tokens
 
 
 def best_fit_decreasing(sizes, context):
@@ -75,11 +75,6 @@ def test_each_item_is_whole_and_alone_in_its_part_of_a_row(tmp_path, tails):
     assert real_tokens(packed) == real_tokens(rows) == sum(rows.sizes)
 
 
-def test_positions_restart_in_each_document():
-    numbers = np.array([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
-    assert positions_of(numbers).tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
-
-
 def test_prepare_shows_how_full_the_rows_are(tmp_path: Path) -> None:
     source = conversations(tmp_path / "talk.jsonl", 600)
     recipe = recipe_for(source, tmp_path / "data", format="chat", packing="best-fit", context=512)
@@ -88,7 +83,6 @@ def test_prepare_shows_how_full_the_rows_are(tmp_path: Path) -> None:
     train = facts["train"]
     assert train["fill"] == pytest.approx(train["tokens"] / (len(data.train) * 512), abs=1e-6)
     assert train["fill"] > 0.95
-    assert train["items_per_sample"] == pytest.approx(train["items"] / len(data.train), abs=1e-3)
     assert train["tokens_per_sample"] == pytest.approx(train["tokens"] / len(data.train), abs=1e-3)
     text = lines(facts, 512)["packing"]
     assert f"{len(data.train)} rows" in text and f"{100 * train['fill']:.1f} % filled" in text

@@ -120,7 +120,6 @@ def both_sides(folder, kind):
         return [str(folder / "link"), str(folder / "c" / "a.jsonl")], texts, held
     if kind == "copies":
         return jsonl(folder / "both.jsonl", [*texts, *held, *held]), texts, held
-    (folder / "c" / "val.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in held))
     return folder / "c" / "val.jsonl", [], held
 
 
@@ -169,7 +168,6 @@ def test_members_of_a_mixture_do_not_train_on_the_validation_data_of_others(tmp_
     assert not set(few) & set(train) and data.division.shared == 2
     # whole texts of another member's validation data, which this one would only cut
     mix[0]["eval_source"] = str(books)
-    train, val = texts_of(open_data(recipe_for("stdlib", tmp_path / "data", mix=mix[:1])))
     mix[1]["eval_source"], other = "", jsonl(tmp_path / "c.jsonl", ["something else, " * 9, *few])
     mix[1]["source"] = str(other)
     train, val = texts_of(open_data(recipe_for("stdlib", tmp_path / "data", mix=mix)))

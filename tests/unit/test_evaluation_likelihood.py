@@ -196,13 +196,3 @@ def test_items_are_those_of_the_harness(tmp_path: Path) -> None:
         for item, doc in zip((first, second), docs, strict=True):
             theirs = doc["query"], tuple(doc["choices"]), doc["gold"]
             assert (item.context, item.endings, item.label) == theirs
-
-
-@pytest.mark.full
-def test_an_untrained_model_guesses_on_the_real_file(data_files: Path) -> None:
-    items = read_items(str(data_files / "hellaswag" / "hellaswag_val.jsonl"))
-    assert len(items) == 10_042
-    model = gpt(context=256, layers=1, init_std=0.02)
-    result = evaluate_hellaswag(model, items, continuations(items, byte_tokenizer()), ALONE)
-    assert result is not None
-    assert abs(result["acc"] - 0.25) < 0.015 and abs(result["acc_norm"] - 0.25) < 0.015

@@ -1,15 +1,12 @@
-"""Exact Match and F1: worked by hand, a second implementation, and published predictions."""
+"""Exact Match and F1: worked by hand, and published predictions."""
 
 import json
 import lzma
-import random
-import string
 from pathlib import Path
 
 import pytest
 
-from windlass.errors import UserError
-from windlass.evaluation.squad import exact_match, f1, score
+from windlass.evaluation.squad import score
 
 
 @pytest.mark.parametrize(
@@ -35,13 +32,6 @@ def test_worked_by_hand(prediction, references, exact, overlap):
     assert result == {"exact_match": 100 * exact, "f1": pytest.approx(100 * overlap), "items": 1}
 
 
-def test_question_without_prediction_counts_nothing_and_unknown_prediction_is_no_matter() -> None:
-    result = score({"a": "x", "c": "y"}, {"a": ["x"], "b": ["y"]})
-    assert result == {"exact_match": 50.0, "f1": 50.0, "items": 2}
-    with pytest.raises(UserError):
-        score({}, {})
-
-
 @pytest.mark.parametrize(
     ("file", "exact", "overlap"),
     [
@@ -60,21 +50,3 @@ def test_scores_of_published_predictions(data_files, file, exact, overlap):
     predictions = {q["id"]: text for q, text in zip(questions, answers, strict=True)}
     result = score(predictions, {q["id"]: [a["text"] for a in q["answers"]] for q in questions})
     assert (round(result["exact_match"], 1), round(result["f1"], 1)) == (exact, overlap)
-
-
-def test_a_second_reading_of_the_definition_agrees_on_random_texts() -> None:
-    def words(text: str) -> list[str]:
-        letters = "".join(c for c in text.lower() if c not in set(string.punctuation))
-        return [w for w in letters.split() if w not in ("a", "an", "the")]
-
-    def plain_f1(answer: str, wanted: str) -> float:
-        left, right = words(answer), words(wanted)
-        shared = sum(min(left.count(word), right.count(word)) for word in set(left))
-        return 2 * shared / (len(left) + len(right)) if shared else 0.0
-
-    random.seed(2)
-    pieces = ["the", "A", "cat", "Cat,", "dog.", "an", "-", "x-ray", "ray", "10%", "café"]
-    for _ in range(2000):
-        answer, wanted = (" ".join(random.choices(pieces, k=random.randrange(6))) for _ in range(2))
-        assert f1(answer, wanted) == pytest.approx(plain_f1(answer, wanted))
-        assert exact_match(answer, wanted) == (words(answer) == words(wanted))

@@ -75,8 +75,6 @@ def evaluate(
     if env.rank == 0 and json_:
         fields = ("model", "step", "weights", "results", "measured")
         print_json({key: getattr(result, key) for key in fields}, indent=None)
-    if result.predictions_path:
-        typer.echo(f"predictions: {result.predictions_path}", err=True)
     return 0
 
 

@@ -7,17 +7,10 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any, TypedDict
 
-from windlass.data.chat import PLAIN_LAYOUT
 from windlass.data.mixture import MANY_EPOCHS
 from windlass.data.prepare import Prepared
 from windlass.data.run_data import Data
-from windlass.data.samples import (
-    BestFitSamples,
-    ExampleSamples,
-    Samples,
-    masks_documents,
-    real_tokens,
-)
+from windlass.data.samples import BestFitSamples, ExampleSamples, Samples, real_tokens
 from windlass.data.split import Division, Part
 from windlass.errors import plural
 
@@ -33,12 +26,10 @@ class SetFacts(TypedDict, total=False):
     label_tokens: int  # that count in the loss
     tokens_per_sample: float
     text: str  # a hash of the validation text, equal for every tokenizer
-    attended: float  # documents apart: the mean length of the part of a token's document in its row
     cut: int  # examples longer than the context
     cut_tokens: int  # that these lose
     left_out: int  # examples that have nothing left to learn
     fill: float  # best-fit packing: the part of all rows that is tokens
-    items_per_sample: float  # best-fit packing
 
 
 class DataFacts(TypedDict, total=False):
@@ -56,7 +47,6 @@ class DataFacts(TypedDict, total=False):
     changed: list[str]  # sources that have changed since they were prepared
     shared: int  # training items left out, because the validation data has them
     unreadable: int  # items that `data.on_bad_item` left out
-    unused: list[str]  # sources without training data
     mixture: list[dict[str, Any]]  # `mixture.shares_of_run`, once the run has a length
 
 
@@ -100,9 +90,6 @@ def _describe_sources(prepared: Prepared, division: Division) -> DataFacts:
         facts["shared"] = division.shared
     if unreadable := sum(index.left_out for index in indexes):
         facts["unreadable"] = unreadable
-    unused = [part.corpus.spec for part in chain(*division.train) if not part.tokens]
-    if unused:
-        facts["unused"] = [f"{spec.setting}: {spec.name}" for spec in unused]
     return facts
 
 
@@ -118,13 +105,10 @@ def _describe_set(samples: Samples, parts: list[Part]) -> SetFacts:
     labels = getattr(samples, "valid_tokens", None)
     if labels is not None:
         facts["label_tokens"] = labels
-    if masks_documents(samples) and hasattr(samples, "attended"):
-        facts["attended"] = round(samples.attended, 3)
     examples: Any = samples
     if isinstance(samples, BestFitSamples):
         examples = samples.items
         facts["fill"] = round(samples.real_tokens / (len(samples) * samples.context), 6)
-        facts["items_per_sample"] = round(samples.documents_per_row, 3)
     documents = sum(part.documents for part in parts)
     if isinstance(examples, ExampleSamples):
         facts["items"] = len(examples)
@@ -149,16 +133,11 @@ def _text_of(parts: list[Part]) -> str:
 def warnings(facts: DataFacts) -> list[str]:
     """Warnings about the sources of a recipe."""
     texts = [*facts.get("changed", ())]
-    template = facts.get("template", "")
-    if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
-        texts += [f"conversations are written as {template}; a model trained to chat has its own"]
     if shared := facts.get("shared"):
         shown = plural(shared, facts["items"].removesuffix("s"))
         texts.append(f"{shown} left out of training, because the validation data has the texts")
     if unreadable := facts.get("unreadable"):
         texts.append(f"{unreadable:,} items could not be read; left-out.txt lists them")
-    if unused := facts.get("unused"):
-        texts.append(f"nothing is left for training in {', '.join(unused)}")
     return texts + repeated(facts.get("mixture", ()))
 
 
@@ -182,7 +161,7 @@ def lines(facts: DataFacts, context: int) -> dict[str, str]:
     if "template" in facts:
         shown["template"] = facts["template"]
     sets = [facts[name] for name in ("train", "val") if name in facts]
-    if packed := [_fill(own, units) for own in sets if "fill" in own]:
+    if packed := [_fill(own) for own in sets if "fill" in own]:
         shown["packing"] = f"rows of {context:,} tokens: {'; validation: '.join(packed)}"
     if cuts := [text for own in sets if (text := _lost(own, units))]:
         shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
@@ -202,9 +181,8 @@ def _size(own: SetFacts | None, units: str) -> str:
     return ", ".join(parts)
 
 
-def _fill(own: SetFacts, units: str) -> str:
-    full = f"{own['samples']:,} rows, {100 * own['fill']:.1f} % filled"
-    return f"{full}, {own['items_per_sample']:.3g} {units} in each"
+def _fill(own: SetFacts) -> str:
+    return f"{own['samples']:,} rows, {100 * own['fill']:.1f} % filled"
 
 
 def _lost(own: SetFacts, units: str) -> str:

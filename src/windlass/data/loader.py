@@ -60,8 +60,6 @@ class Loader(Iterator[StepBatch]):
         if not len(samples):
             raise ValueError("the set is empty")
         self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
         self.samples, self.batch, self.data_rank = samples, batch, data_rank
         self.seed, self.kind, self.mixture = seed, kind, mixture
         self.length_buckets = length_buckets and hasattr(samples, "length")

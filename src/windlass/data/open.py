@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 def open_data(recipe: Recipe, ranks: Ranks | None = None, **how: Any) -> Data:
     """The data of a recipe, prepared and checked; arguments as `prepare`."""
-    prepared = prepare(recipe, ranks, **how)
-    rows = recipe.model.vocab
-    if recipe.model.kind == "gpt" and rows and prepared.tokenizer.vocab > rows:
-        ids = f"the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids"
-        raise UserError(f"model.vocab = {rows:,}: {ids}; write that or 0")
-    return open_samples(recipe, prepared)
+    return open_samples(recipe, prepare(recipe, ranks, **how))
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
@@ -85,13 +80,8 @@ def _cut(
         examples = ExampleSamples(tokens, context, pad=tokenizer.eot or 0)
         is_packed = data.packing == "best-fit" and len(examples)
         return BestFitSamples(examples, context) if is_packed else examples
-    problem = ""  # the reason why documents cannot be apart
-    if len(parts) == 1 and parts[0].corpus.index.single_text:
-        problem = "the corpus is one text"
-    elif any(part.tokens and not part.documents for part in parts):
-        problem = "the shards do not name documents"
-    if data.document_mask is True and problem and not is_val:  # one text needs no mask
-        raise UserError(f'data.document_mask: {problem}: write "auto", or false')
-    apart = data.document_mask is not False and not problem
+    is_one_text = len(parts) == 1 and parts[0].corpus.index.single_text
+    are_named = all(part.documents for part in parts if part.tokens)
+    apart = data.document_mask is not False and are_named and not is_one_text
     following = tokenizer.first[0] if tokenizer.first else 0  # begins the next document
     return PackedSamples(tokens, context, ragged=is_val, apart=apart, following=following)

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from windlass.errors import RunFailed, UserError, first_line, needs
+from windlass.errors import RunFailed, UserError, first_line
 from windlass.fileio import Files, locked
 
 Value = TypeVar("Value")
 
 BLOCK_BYTES = 4 << 20
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # pauses after failed attempts
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aiohttp"}
 # What tells two versions of a file apart, as far as its file system says it.
 VERSION = (
     *("size", "ETag", "etag", "blob_id", "md5Hash", "generation", "mtime", "created"),
@@ -141,14 +140,10 @@ def list_urls(pattern: str) -> list[str]:
 def _file_system(url: str) -> tuple[Any, str]:
     import fsspec
 
-    scheme = url.partition("://")[0]
     try:
         files, path = fsspec.core.url_to_fs(url)
-    except ImportError:
-        raise UserError(f"{url} {needs(PACKAGES.get(scheme, scheme))}") from None
-    except ValueError:
-        schemes = ", ".join(f"{one}://" for one in PACKAGES)
-        raise UserError(f"{url}: Windlass reads files of {schemes}") from None
+    except (ImportError, ValueError) as error:  # names the package or the protocol
+        raise UserError(f"{url}: {first_line(error)}") from None
     return files, str(path)
 
 

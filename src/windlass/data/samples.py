@@ -162,8 +162,6 @@ class PackedSamples:
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         rows = np.zeros((len(indices), self.context + 1), dtype=np.int64)
         counts = np.minimum(self.context, self.valid_tokens - indices * self.context)
-        if (counts < 1).any():
-            raise IndexError(f"sample {indices.max()} of {len(self)}")
         for row, i, count in zip(rows, indices.tolist(), counts.tolist(), strict=True):
             self._tokens.read_into(i * self.context, row[: count + 1])
         batch = Batch(rows[:, :-1].copy(), rows[:, 1:].copy())
@@ -381,10 +379,6 @@ class BestFitSamples:
     @property
     def attended(self) -> float:
         return float((self.items.sizes.astype(np.float64) ** 2).sum() / self.real_tokens)
-
-    @property
-    def documents_per_row(self) -> float:
-        return len(self._order) / max(1, len(self))
 
     def items_of(self, index: int) -> list[int]:
         return list(self._order[self._edges[index] : self._edges[index + 1]].tolist())

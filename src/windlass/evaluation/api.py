@@ -40,7 +40,7 @@ from windlass.telemetry.ledger import plain
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The scores of `evaluate`; on rank 0 also the files they were written to."""
+    """The scores of `evaluate`; on rank 0 also their file."""
 
     model: str
     step: int | None
@@ -49,7 +49,6 @@ class Evaluation:
     predictions: dict[str, str] | None = None  # SQuAD's: question id → answer
     weights: str = "raw"
     path: Path | None = None
-    predictions_path: Path | None = None
 
 
 def evaluate(
@@ -194,11 +193,9 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
     if before.get("model") == result.model:  # suites that are not measured again stay
         record |= {key: {**before.get(key, {}), **record[key]} for key in ("results", "measured")}
     write_atomic(path, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
-    result = replace(result, path=path)
-    if not result.predictions:
-        return result
-    place = write_predictions(folder, result.step, result.predictions, result.weights)
-    return replace(result, predictions_path=place)
+    if result.predictions:
+        write_predictions(folder, result.step, result.predictions, result.weights)
+    return replace(result, path=path)
 
 
 class TextSampler:

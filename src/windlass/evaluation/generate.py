@@ -98,7 +98,6 @@ def generate(
     sampling: Sampling,
     ranks: Ranks | None = None,
     indices: Sequence[int] | None = None,
-    batch: int = BATCH,
     vocab: int = 0,
     passes: Passes = PLAIN,
 ) -> list[list[int]] | None:
@@ -106,7 +105,7 @@ def generate(
     indices = range(len(prompts)) if indices is None else indices
     texts = {index: list[int]() for index in indices}
     done = 0
-    events = generate_events(model, prompts, sampling, ranks, indices, batch, vocab, passes)
+    events = generate_events(model, prompts, sampling, ranks, indices, vocab, passes)
     while True:
         try:
             index, token = next(events)
@@ -127,7 +126,6 @@ def generate_divided(
     numbers: Sequence[int],
     prompt_of: Callable[[int], list[int]],
     passes: Passes = PLAIN,
-    batch: int = BATCH,
 ) -> dict[int, str] | None:
     """A text for each number, generated on one rank; every rank gets all texts."""
     mesh = ranks.mesh
@@ -138,7 +136,7 @@ def generate_divided(
 
     prompts = [prompt_of(number) for number in own]
     shown = replace(passes, progress=show)
-    texts = generate(model, prompts, sampling, ranks, own, batch, tokenizer.vocab, shown)
+    texts = generate(model, prompts, sampling, ranks, own, tokenizer.vocab, shown)
     if texts is None:
         return None
     decoded = [
@@ -154,7 +152,6 @@ def generate_events(
     sampling: Sampling,
     ranks: Ranks | None = None,
     indices: Sequence[int] | None = None,
-    batch: int = BATCH,
     vocab: int = 0,
     passes: Passes = PLAIN,
 ) -> Generator[Event, None, bool]:
@@ -176,7 +173,7 @@ def generate_events(
         raise UserError("a prompt is empty: generation needs at least one token to begin with")
     numbers = range(len(prompts)) if indices is None else indices
     lengths = list(map(len, prompts))
-    groups = iter(batches(lengths, batch, window(model), sampling.max_tokens))
+    groups = iter(batches(lengths, window(model), sampling.max_tokens))
     group: _Texts | None = None
     with evaluating(model), varying_shapes():
         while True:
@@ -243,13 +240,13 @@ class _Texts:
             row.extend(row[-1:] * (self.column - len(row)))
 
 
-def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -> list[list[int]]:
+def batches(lengths: Sequence[int], context: int, max_tokens: int) -> list[list[int]]:
     """Prompts of similar lengths together; of one length if the window may slide."""
     groups: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
         longer = bool(groups) and lengths[place] > lengths[groups[-1][0]]
         slides = lengths[place] + max_tokens > context
-        if not groups or len(groups[-1]) == batch or (slides and longer):
+        if not groups or len(groups[-1]) == BATCH or (slides and longer):
             groups.append([])
         groups[-1].append(place)
     return groups

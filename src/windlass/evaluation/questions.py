@@ -16,7 +16,7 @@ from windlass.recipe import Recipe
 
 
 def eval_questions(recipe: Recipe) -> list[Question]:
-    """The suite's questions: `eval.squad_items` or `data.eval_size`, chosen by `run.seed`."""
+    """The suite's questions: `data.eval_size` of them (0: all), chosen by `run.seed`."""
     data, separate = recipe.data, separate_sources(recipe)
     setting = "data.eval_source" if separate else "data.source"
     setting = "eval.squad_file" if recipe.eval.squad_file else setting
@@ -51,7 +51,7 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     name, count = Counter(question.id for question in questions).most_common(1)[0]
     if count > 1:
         raise UserError(f"{setting}: two questions have the id {name!r}")
-    size = recipe.eval.squad_items or data.eval_size or len(questions)
+    size = data.eval_size or len(questions)
     hashes = np.array([question.hash for question in questions], np.uint64)
     draws = draws_of(hashes, f"eval/{recipe.run.seed}")
     return [questions[i] for i in sorted(np.argsort(draws, kind="stable")[:size].tolist())]

@@ -11,8 +11,7 @@ from typing import Any
 
 from windlass.data.items import Question, question_prompt
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import UserError
-from windlass.evaluation.generate import BATCH, Sampling, generate_divided, window
+from windlass.evaluation.generate import Sampling, generate_divided, window
 from windlass.evaluation.passes import PLAIN, Passes
 from windlass.parallel.parallelize import unwrap
 from windlass.parallel.ranks import Ranks
@@ -44,13 +43,10 @@ def score(
     predictions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
     """`exact_match` and `f1` in percent over all questions (by id), and `items`."""
-    if not references:
-        raise UserError("scores need at least one question")
     exact = overlap = 0.0
     for key, answers in references.items():
-        if key in predictions:
-            exact += max(exact_match(predictions[key], answer) for answer in answers)
-            overlap += max(f1(predictions[key], answer) for answer in answers)
+        exact += max(exact_match(predictions[key], answer) for answer in answers)
+        overlap += max(f1(predictions[key], answer) for answer in answers)
     count = len(references)
     return {"exact_match": 100.0 * exact / count, "f1": 100.0 * overlap / count, "items": count}
 
@@ -62,17 +58,13 @@ def evaluate_squad(
     ranks: Ranks,
     stop: frozenset[int],
     passes: Passes = PLAIN,
-    max_tokens: int = 0,
-    batch: int = BATCH,
 ) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Scores, and predictions by question id; None if stopped. `max_tokens`: of an answer; 0: enough
-    for MAX_ANSWER_CHARACTERS."""
+    """Scores, and predictions by question id; None if stopped."""
     model = unwrap(model)
-    if not max_tokens:
-        texts = [question.question + " " + question.context for question in questions[:64]]
-        tokens = sum(len(tokenizer.encode(text)) for text in texts)
-        longest_answer = math.ceil(tokens / max(1, sum(map(len, texts))) * MAX_ANSWER_CHARACTERS)
-        max_tokens = max(1, min(longest_answer, model.context // 2))
+    texts = [question.question + " " + question.context for question in questions[:64]]
+    tokens = sum(len(tokenizer.encode(text)) for text in texts)
+    longest_answer = math.ceil(tokens / max(1, sum(map(len, texts))) * MAX_ANSWER_CHARACTERS)
+    max_tokens = max(1, min(longest_answer, model.context // 2))
     longest = min(model.context, window(model) - max_tokens)
     sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=stop)
 
@@ -80,7 +72,7 @@ def evaluate_squad(
         return question_prompt(questions[number], tokenizer, longest)
 
     numbers = range(len(questions))
-    answers = generate_divided(model, tokenizer, ranks, sampling, numbers, prompt_of, passes, batch)
+    answers = generate_divided(model, tokenizer, ranks, sampling, numbers, prompt_of, passes)
     if answers is None:
         return None
     predictions = {question.id: answers[i].strip() for i, question in enumerate(questions)}

@@ -179,9 +179,8 @@ def step_name(step: int | None, weights: str = "raw") -> str:
 
 def write_predictions(
     folder: Path, step: int | None, predictions: Mapping[str, str], weights: str = "raw"
-) -> Path:
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"squad-predictions-{step_name(step, weights)}.json"
     text = json.dumps(dict(predictions), ensure_ascii=False, indent=0) + "\n"
     write_atomic(path, text.encode("utf-8", "replace"))
-    return path

@@ -35,7 +35,6 @@ from windlass.telemetry.measures import of_eval, show
 from windlass.variables import scrub
 
 CODE = Path(__file__).with_name("modeling_windlass.py")
-OWN_MODEL = Path(__file__).with_name("own_model.md")
 CARD = Path(__file__).with_name("card.md")  # a template of jinja
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
@@ -43,7 +42,6 @@ OLDER_NAMES = (
     *("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"),
     *("rotary_pct", "rotary_emb_base", "original_max_position_embeddings", "n_ctx"),
 )
-FILE_BYTES = 4 * 10**9  # of weights in one file, at most
 
 
 def export(
@@ -78,26 +76,24 @@ def export(
     source, directory = find_source(run, overrides, weights=weights), Path(directory)
     if source.checkpoint is None and (adapter or not source.adapter):
         raise UserError(f"{run} is a directory of transformers already")
-    if source.tokenizer is None and not source.own_model:
+    if source.own_model:
+        raise UserError(f"{run} is a run of {source.own_model}: save load_model(run, model=...)")
+    if source.tokenizer is None:
         raise UserError(f"{run} lacks a tokenizer: give it to train as Data(tokenizer=...)")
     if adapter and not source.recipe.model.lora.rank:
-        problem = f"{run} lacks an adapter (model.lora.rank is 0)"
-        raise UserError(f"{problem}: leave {argument('adapter')} out")
+        raise UserError(f"{run} has model.lora.rank=0: leave {argument('adapter')} out")
     checkpoint = source.open_checkpoint() if source.checkpoint else None
-    whole_hf = source.recipe.model.kind == "hf" and not (source.own_model or adapter)
+    whole_hf = source.recipe.model.kind == "hf" and not adapter
     dtype = "fp32" if dtype == "auto" and not whole_hf else dtype
     with new_directory(directory) as partial:
-        if source.own_model and checkpoint:
-            _write_own(source, checkpoint, partial, dtype)
-        elif adapter:
+        if adapter:
             _write_adapter(source, partial, dtype)
         elif source.recipe.model.kind == "gpt" and checkpoint:
             _write_gpt(source, checkpoint, partial, dtype)
         else:
             _write_hf(source, partial, dtype)
-        if checkpoint and not source.own_model:
-            name = push or directory.name
-            _write(partial / "README.md", card(source, checkpoint, name, adapter))
+        if checkpoint:
+            _write(partial / "README.md", card(source, checkpoint, push or directory.name, adapter))
         if "chat" in source.recipe.data.formats and not source.template.source:
             _write(partial / "chat_template.jinja", plain_template(source.tokenizer))
         os.umask(umask := os.umask(0))
@@ -114,19 +110,6 @@ def plain_template(tokenizer: Tokenizer) -> str:
     begin = "".join(map(tokenizer.inner.id_to_token, tokenizer.begin))
     text = PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
     return text.replace("begin_of_text", json.dumps(begin, ensure_ascii=False))
-
-
-def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
-    # a model of `transformers` is inside an `HfModel`
-    wrapped = source.run and source.run.environment.get("wrapped")
-    prefix = f"{MODEL}model." if wrapped else MODEL
-    names = [name.removeprefix(prefix) for name in checkpoint.names(MODEL)]
-    save_weights(((name, checkpoint.tensor(prefix + name)) for name in names), directory, dtype)
-    if source.tokenizer is not None:
-        save_tokenizer(source.tokenizer, source.template, source.recipe.model.context, directory)
-    text = OWN_MODEL.read_text(encoding="utf-8")
-    facts = {"name": source.recipe.name, "model": source.own_model, "step": source.step}
-    _write(directory / "README.md", text.format(**facts))
 
 
 def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
@@ -288,15 +271,15 @@ def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
 def save_weights(
     tensors: Iterable[tuple[str, Tensor]], directory: Path, dtype: str, stem: str = "model"
 ) -> None:
-    """Tensors as safetensors files of about FILE_BYTES or less; an index for several files."""
+    """Tensors as safetensors files of at most 5 GB; an index for several files."""
     from huggingface_hub import save_torch_state_dict
 
     # The format cannot hold views of another tensor's storage.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
     wanted = getattr(torch, DTYPES[dtype])
     copies = {n: c.to(wanted) if c.is_floating_point() else c for n, c in copies.items()}
-    how: Any = {"max_shard_size": FILE_BYTES, "metadata": {"format": "pt"}}
-    save_torch_state_dict(copies, directory, filename_pattern=stem + "{suffix}.safetensors", **how)
+    pattern = stem + "{suffix}.safetensors"
+    save_torch_state_dict(copies, directory, filename_pattern=pattern, metadata={"format": "pt"})
 
 
 def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, directory: Path) -> None:

@@ -138,7 +138,7 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         start = past_key_values.get_seq_length() if past_key_values is not None else 0
         if position_ids is None:
             position_ids = torch.arange(start, start + x.shape[1], device=x.device).unsqueeze(0)
-            if attention_mask is not None and attention_mask.dim() == 2:  # padding takes no place
+            if attention_mask is not None:  # padding takes no place
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
         mask = self._mask(attention_mask, start, x.shape[1], x.device)
         rotary = None
@@ -162,8 +162,6 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
     @staticmethod
     def _mask(attention_mask, start, length, device):
         """The tokens that each token sees [B, 1, T, S]; None: causal, with an empty cache."""
-        if attention_mask is not None and attention_mask.dim() == 4:
-            return attention_mask
         padded = attention_mask is not None and not bool(attention_mask.all())
         seen = torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)
         if not padded:

@@ -262,8 +262,6 @@ class EvalSettings(Section):
     squad_file: str = ""
     """SQuAD v1.1 JSON for the suite `squad`; empty: the recipe's held-out questions, or a download
     with `datasets`."""
-    squad_items: int = Field(0, ge=0)
-    """SQuAD questions to use, chosen by `run.seed`; 0: `data.eval_size`."""
     lm_eval_few_shot: int = Field(-1, ge=-1)
     """With `lm-eval:TASKS`: solved examples before each question; -1: the task's number."""
     lm_eval_limit: float = Field(0, ge=0)

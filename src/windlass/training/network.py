@@ -70,8 +70,7 @@ class Network:
         self.origin = dict[str, Any]()  # for `environment.json`
         is_hf = isinstance(model, HfModel)
         if self.is_own:
-            name = type(model.model if is_hf else model).__name__
-            self.origin = {"own_model": name, "wrapped": is_hf}
+            self.origin = {"own_model": type(model.model if is_hf else model).__name__}
         elif is_hf:
             self.origin = {"model": hf_files.describe_origin(model)}
         # `train.precision` and `train.compile`, with `auto` resolved
