@@ -70,7 +70,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # errors of the system about a path, which the user can mend
-UNUSABLE = ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EEXIST", "EACCES", "EPERM", "EROFS", "ENOSPC")
+UNUSABLE = (
+    "ENAMETOOLONG",
+    "ELOOP",
+    "ENOTDIR",
+    "EEXIST",
+    "EACCES",
+    "EPERM",
+    "EROFS",
+    "ENOSPC",
+    "EDQUOT",
+)
 # arguments of the Python API whose option has another name
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
 
