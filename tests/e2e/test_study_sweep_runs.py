@@ -5,6 +5,7 @@ import json
 import pytest
 
 from helpers import TINY, kill_when, overrides, windlass
+from windlass.study.results import seed_groups
 from windlass.study.study import Study
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
@@ -44,7 +45,7 @@ def test_a_killed_sweep_resumes_and_leaves_finished_cells_alone(sweep, tmp_path)
     for result, own in zip(results, numbers, strict=True):
         losses = [x["loss"] for x in result.run.lines("eval")]
         assert (own.eval_loss, own.best_loss, own.score) == (losses[-1], min(losses), min(losses))
-    groups, best = study.groups(), study.winners().groups[0]
+    groups, best = seed_groups(study.results()), study.winners().groups[0]
     assert [group.seeds for group in groups] == ["2 seeds"] * 2
     assert groups[0].median == pytest.approx((numbers[0].score + numbers[1].score) / 2)
     assert best.median == min(group.median for group in groups)
