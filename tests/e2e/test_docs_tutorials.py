@@ -45,7 +45,7 @@ SHORTER = {
 TUTORIALS = {
     "own-text.md": (
         ["book.toml", "runs/book-*/report/index.html", "runs/larger-*/report/index.html"],
-        ["optim.lr = 0.003", "(preset quickstart), then", "report:"],
+        ["optim.lr = 0.003", "report:"],
     ),
     "more-gpus.md": (
         ["compared/index.html"]

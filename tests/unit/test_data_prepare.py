@@ -524,8 +524,6 @@ def test_several_sources_give_equal_parts_at_most(tmp_path):
     data, tokens = used(20_000)
     assert tokens[:2] == [5000, 5000] and tokens[3] == 0
     assert tokens[2] == pytest.approx(0.9 * few.stat().st_size - 12 * 10, rel=0.05)  # all of it
-    (warning,) = warnings(describe(data))
-    assert "none.jsonl" in warning and "data.source" in warning
     for limit in (8000, 40_000, 3000):
         assert 0.8 * limit / 4 < used(limit)[1][1] <= limit / 4
     assert used(20_000)[0].fingerprint == data.fingerprint

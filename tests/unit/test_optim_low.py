@@ -180,7 +180,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         BF16,
         BF16 | {"optim__kind": "muon"},
         {"optim__kind": "adamw8bit"},
-        BF16 | {"optim__kind": "adamw8bit", "train__stream": "bf16"},
+        BF16 | {"optim__kind": "adamw8bit"},
     ],
     ids=["bf16", "muon", "8bit", "both"],
 )
@@ -218,7 +218,6 @@ def test_a_branch_may_change_the_precision_of_weights(corpus, tmp_path):
         ({"train__master": "bf16"}, ("train.master", 'train.precision="bf16"')),  # on a CPU
         (BF16 | {"optim__kind": "torch.optim.SGD"}, ("train.master", "torch.optim.SGD", "adamw")),
         ({"optim__kind": "adamw8bit", "parallel__tensor": 2}, ("optim.kind", "parallel.tensor=1")),
-        ({"optim__kind": "adamw8bit", "train__precision": "fp64"}, ("optim.kind", "adamw")),
         ({"optim__kind": "adam8bit"}, ("optim.kind", "adamw8bit")),
     ],
 )

@@ -37,6 +37,8 @@ from windlass.recipe import Recipe
 from windlass.recipe.load import own_tokenizer
 
 BPE_CHARACTERS = 50_000_000  # of the corpus at most, from which byte pairs are learned
+# A character tokenizer needs the characters of the plain layout and of a question's prompt, too.
+LAYOUT_CHARACTERS = "User: System: Assistant: Tool: Question: Context: Answer: \n"
 
 
 def open_tokenizer(
@@ -150,6 +152,8 @@ def learn_characters(
             characters.update(*texts_of(item, source.spec))
     if not characters:
         raise UserError("data.source: there is no text")
+    if recipe.data.formats != {"text"}:
+        characters.update(LAYOUT_CHARACTERS)
     count = sum(len(member.train) for member in members)
     is_one_text = count == 1 and all(source.single_text for source in sources)
     return tokenizer_kinds.char_tokenizer(characters, with_eot=not is_one_text)
