@@ -21,6 +21,8 @@ from windlass.errors import FAILED, RunFailed, UserError
 
 FORKS = multiprocessing.get_context("forkserver")
 POLL_SECONDS = 0.02
+# A rank would spend 3 seconds on the import of FSDP2, with torch's compiler and sympy.
+PRELOADED = ["windlass.training.rank", "torch.distributed.fsdp", "torch._dynamo"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Task:
 
 def start(task: Task) -> list[ForkServerProcess]:
     """Start the ranks of a task, which end with this process."""
-    FORKS.set_forkserver_preload(["windlass.training.rank"])
+    FORKS.set_forkserver_preload(PRELOADED)
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         how = [(task, rank, listening) for rank in range(task.world)]
         ranks = [FORKS.Process(target=run_rank, args=args, daemon=True) for args in how]
