@@ -189,7 +189,7 @@ class Document(NamedTuple):
 def training_texts(
     source: Source, fraction: float, validated: set[int], characters: int
 ) -> Iterator[str]:
-    """The training texts among the first documents, without those of `validated` groups, in parts
+    """The training texts among the first documents, without `validated` groups, in parts
     of at most `STRETCH` characters."""
     documents = first_documents(source, characters)
     groups = np.array([document.group for document in documents], np.uint64)

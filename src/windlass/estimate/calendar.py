@@ -74,7 +74,7 @@ def resolve_steps(
 
 
 class Milestone(NamedTuple):
-    """Work of a run that is no training step."""
+    """Work of a run beside its training steps."""
 
     what: str
     step: int

@@ -35,6 +35,9 @@ def verify(
 ) -> list[Proof]:
     """Prove, with real runs on this machine, that nothing is lost or silently wrong.
 
+    The ranks are processes of `multiprocessing`, which import the script that calls this: there the
+    call stands under `if __name__ == "__main__":`.
+
     Args:
         recipe: A recipe to prove, shortened to 12 steps of 8 samples, instead of a tiny one.
         overrides: Settings to change, as `KEY=VALUE`; UserError for a wrong one.
