@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from byte_counter import sent_in_a_step
+from meters import sent_in_a_step
 from harness import recipe as make_recipe
 from harness import run_ranks
 

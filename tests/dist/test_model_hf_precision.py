@@ -13,7 +13,7 @@ from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import parallelize, sync_gradients, unwrap
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast
 
 
 def loss_and_norm(model, settings, ranks) -> tuple[float, float]:

@@ -16,9 +16,9 @@ from windlass.parallel.collectives import (
     sum_async,
     sum_over_ranks,
 )
-from windlass.parallel.connect import choose_device, init_ranks
+from windlass.parallel.ranks import choose_device, init_ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.precision import resolve_precision
+from windlass.parallel.parallelize import resolve_precision
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
 

@@ -24,10 +24,10 @@ from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.loss import loss_tail
 from windlass.model.size import CHUNK_BYTES
-from windlass.parallel.connect import init_ranks
+from windlass.parallel.ranks import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast
 from windlass.parallel.ranks import Ranks
 
 VOCAB = 64

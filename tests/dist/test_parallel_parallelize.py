@@ -14,7 +14,7 @@ from toy import micro_batch, toy
 
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import parallelize, sync_gradients, unwrap
-from windlass.parallel.precision import LOW, autocast
+from windlass.parallel.parallelize import LOW, autocast
 
 pytestmark = pytest.mark.dist
 

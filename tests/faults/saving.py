@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from windlass.checkpoint import choose, commit
-from windlass.checkpoint.choose import Policy
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import Box, Shard, shard_of
+from windlass.checkpoint.state_dict import Box, Shard, shard_of
 from windlass.fileio import Files
 from windlass.model.sharding import Cut, Peers, with_cut
+from windlass.recipe.settings import CheckpointSettings
 
 SHAPES = {
     "model/a": (12, 4),  # rows of queries, keys and values
@@ -143,9 +143,8 @@ def save(
     """One save from begin to end, in this thread; raises nothing."""
     # 2048: a tenth of the operations, for each rank
     commit.PIECE_BYTES = 128 if world < GRID else 2048
-    options = {"background": False, **options}
-    policy = Policy(last=options.pop("keep", 2))
-    writer = Writer(directory, rank, world, files=files or Files(), policy=policy, **options)
+    settings = CheckpointSettings(keep_last=options.pop("keep", 2), background=False)
+    writer = Writer(directory, rank, world, files=files or Files(), settings=settings, **options)
     writer.write(step, state(step, rank, world), {"step": step}, {"data": "x"})
     [outcome] = writer.poll()
     return outcome

@@ -27,10 +27,10 @@ from saving import (
 )
 
 from helpers import wait_for
-from windlass.checkpoint.choose import Policy
 from windlass.checkpoint.commit import recover
 from windlass.checkpoint.save import Writer
 from windlass.fileio import Files
+from windlass.recipe.settings import CheckpointSettings
 
 
 def operations(folder: Path, scene: str, world: int = 1) -> list[tuple[str, str]]:
@@ -157,8 +157,8 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
     committed, begun = scratch / "committed", scratch / "begun"
 
     def train(first: int, attempt: int) -> None:
-        options = {"attempt": str(attempt), "policy": Policy(last=3)}
-        writer = Writer(run / "checkpoints", **options)
+        settings = CheckpointSettings(keep_last=3)
+        writer = Writer(run / "checkpoints", attempt=str(attempt), settings=settings)
         recover(run / "checkpoints")
         begun.touch()
         for step in range(first, first + 1000):

@@ -30,7 +30,7 @@ from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.fileio import Files
 from windlass.interop.export import export, save_tokenizer
-from windlass.recipe import Recipe, presets
+from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.start import resolve_start
 
@@ -161,22 +161,13 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
     assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "data-run", "run", "out"}
 
 
-def test_a_bos_that_the_tokenizer_writes_is_in_the_configuration(tmp_path: Path) -> None:
-    folder = tokenizer_fixtures.save("llama3", tmp_path / "tokenizer")
-    own = {"data__tokenizer": f"hf:{folder}", "eval__every": 0}
-    out = export(trained(tmp_path, **own), tmp_path / "out")
-    assert json.loads((out / "config.json").read_text())["bos_token_id"] == 0
-    base = chat_base(tmp_path)
-    run = fine_tuned(tmp_path, base, "scratch", model__from_scratch=True, eval__every=0)
-    assert loaded(export(run, tmp_path / "out-scratch"))[0].config.bos_token_id == 0
-
-
-@pytest.mark.parametrize("tokenizer", ["byte", "char", "chatml"])
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "chatml", "llama3"])
 def test_a_text_without_a_prompt_is_that_of_the_run(tokenizer: str, tmp_path: Path) -> None:
-    """No tokenizer here writes a BOS, and characters have no special token at all."""
+    """Llama 3's tokenizer alone writes a BOS, and characters have no special token at all."""
     own = tokenizer
-    if tokenizer == "chatml":  # its own model has a BOS, which the training does not use
+    if tokenizer in ("chatml", "llama3"):
         folder = tokenizer_fixtures.save(tokenizer, tmp_path / "tokenizer")
+        # its own model has a BOS, which the training does not use
         (folder / "config.json").write_text(json.dumps({"bos_token_id": 5}))
         own = f"hf:{folder}"
     run = trained(tmp_path, data__tokenizer=own, train__steps=8)
@@ -187,7 +178,7 @@ def test_a_text_without_a_prompt_is_that_of_the_run(tokenizer: str, tmp_path: Pa
     names = ("config.json", "generation_config.json")
     config, generation = (json.loads((out / name).read_text()) for name in names)
     start = find_source(str(run)).tokenizer.prompt("")[0]
-    bos = start if tokenizer == "char" else None  # characters have no end of a text
+    bos = None if tokenizer in ("byte", "chatml") else start  # else it is the end of a text
     assert config["bos_token_id"] == bos and generation.get("bos_token_id", start) == start
     assert loaded(out)[0].config.bos_token_id == bos
 
@@ -218,13 +209,14 @@ def test_an_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path: Pat
         text = "Who are you? é"
         assert exported(text)["input_ids"] == wanted(text)["input_ids"]
         assert (exported.bos_token, exported.eos_token) == (wanted.bos_token, wanted.eos_token)
+        config = json.loads((out / "config.json").read_text())
+        assert name == "alike" or config["bos_token_id"] == wanted.bos_token_id
         contents = [(folder / "tokenizer.json").read_bytes() for folder in (out, base)]
         assert (contents[0] == contents[1]) == (name == "alike")
 
 
 NO_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "c4-30m": {},
-    "c4-29m": {},
     "rope": {"position": "rope", "norm": "layernorm", "kv_heads": 2, "qk_norm": True}
     | {"activation": "relu2", "dropout": 0.1},
     "none": {"position": "none", "logit_cap": 5.0, "tie_head": True}
@@ -235,10 +227,7 @@ NO_ARCHITECTURE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.full] * (kind in ("c4-29m", "none")))
-        for kind in NO_ARCHITECTURE
-    ],
+    [pytest.param(k, marks=[pytest.mark.full] * (k == "none")) for k in NO_ARCHITECTURE],
 )
 def test_a_network_without_an_architecture_is_exported_with_its_code(kind, tmp_path, monkeypatch):
     """Equal logits, equal text with a cache and in a batch with padding, and it reads what it
@@ -246,7 +235,7 @@ def test_a_network_without_an_architecture_is_exported_with_its_code(kind, tmp_p
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    preset = Recipe.load(kind if kind in presets() else "c4-30m").model
+    preset = Recipe.load("c4-30m").model
     size = {"layers", "width", "context", "vocab"}
     network = preset.model_dump(exclude_defaults=True, exclude=size) | NO_ARCHITECTURE[kind]
     changes = {f"model__{key}": value for key, value in network.items()}

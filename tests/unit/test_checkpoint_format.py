@@ -19,7 +19,7 @@ from windlass.checkpoint import choose
 from windlass.checkpoint import format as format_
 from windlass.checkpoint.format import Checkpoint, Damaged, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import shard_of
+from windlass.checkpoint.state_dict import shard_of
 from windlass.errors import UserError
 
 Change = Callable[[Any], Any]
@@ -28,10 +28,10 @@ FILES = ("rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha2
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    writer = Writer(tmp_path / "run" / "checkpoints", background=False)
+    writer = Writer(tmp_path / "run" / "checkpoints")
     state = shard_of({"model/x": torch.arange(12.0).reshape(4, 3)})
     writer.write(4, state, {"step": 4}, {"recipe": "1a2b"})
-    return writer.poll()[0].path
+    return writer.wait()[0].path
 
 
 def seal(path: Path, manifest: bytes) -> None:

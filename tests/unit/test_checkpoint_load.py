@@ -15,7 +15,6 @@ from windlass import cli
 from windlass.checkpoint.choose import (
     LINEAGE,
     Lineage,
-    Policy,
     choose_checkpoint,
     find_checkpoint,
     lineage_at,
@@ -24,17 +23,19 @@ from windlass.checkpoint.choose import (
     write_lineage,
 )
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import shard_of
+from windlass.checkpoint.state_dict import shard_of
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
+from windlass.recipe.settings import CheckpointSettings
 
 
-def saved(run: Path, *steps: int) -> Path:
-    writer = Writer(run / "checkpoints", background=False)
+def saved(run: Path, *steps: int, **how: Any) -> Path:
+    """Save steps one after the other, with further arguments of `Writer` in `how`."""
+    writer = Writer(run / "checkpoints", **how)
     for step in steps:
         writer.write(step, shard_of({"model/x": torch.ones(50)}), {"step": step})
-        assert not writer.poll()[0].error
+        assert not writer.wait()[0].error
     return run
 
 
@@ -60,13 +61,10 @@ def test_a_damaged_checkpoint_takes_no_place_of_a_good_one(tmp_path):
     damage(at(run, 10))
     choice = choose_checkpoint(run)
     assert choice is not None and choice.step == 5
-    policy, damaged = Policy(last=2), {one.serial for one in choice.passed_over}
-    writer = Writer(run / "checkpoints", background=False, policy=policy, damaged=damaged)
+    settings, damaged = CheckpointSettings(keep_last=2), {one.serial for one in choice.passed_over}
     for step, left in ((15, [5, 10, 15]), (20, [10, 15, 20])):
-        writer.write(step, shard_of({"model/x": torch.ones(50)}), {"step": step})
-        assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
-            f"step-{one:08d}" for one in left
-        ]
+        saved(run, step, settings=settings, damaged=damaged)
+        assert sorted((run / "checkpoints").iterdir()) == [at(run, one) for one in left]
 
 
 def back_to(run: Path, step: int) -> Lineage:

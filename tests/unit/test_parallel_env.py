@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import refused
-from windlass.parallel.connect import choose_device, interface_to
+from windlass.parallel.ranks import address_to, choose_device
 from windlass.parallel.env import DistEnv, by_hosts, detect_env
 
 
@@ -186,7 +186,5 @@ def test_ranks_by_hand_on_two_hosts_take_the_gpus_of_their_host(monkeypatch):
         env = detect_env(BY_HAND | {"RANK": str(rank), "WORLD_SIZE": "8"})
         choose_device("auto", by_hosts(env, hosts))
     assert [device.index for device in devices] == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_an_interface_that_does_not_exist():
-    assert interface_to("127.0.0.1") == interface_to("no.such.host.invalid") == ""
+def test_no_address_on_the_way_to_this_host_or_to_none():
+    assert address_to("127.0.0.1") == address_to("no.such.host.invalid") == ""

@@ -97,15 +97,6 @@ class DividedEmbedding(Part):
         return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
-class DividedPositions(Part):
-    """A whole table of learned positions, looked up for this rank's part of the stream."""
-
-    def forward(self, positions: Tensor) -> Tensor:
-        if self.sequence and self.training:
-            positions = positions.chunk(self.tensor.size, -1)[self.tensor.rank]
-        return super().forward(positions)  # type: ignore[no-any-return]
-
-
 class DividedHead(Part):
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         y: Tensor = super().forward(x, *args)
@@ -139,8 +130,6 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None) -> tuple
     for block in model.blocks:
         attn: Any = block.attn
         attn.heads, attn.kv_heads = attn.heads // tensor.size, attn.kv_heads // tensor.size
-    if model.settings.position == "learned":
-        divider.style(model.positions, DividedPositions)
     divider.cut_vocabulary("embedding", DividedEmbedding, model.vocab)
     model.head.piece = divider.cut_vocabulary("head", DividedHead, model.vocab)
     cuts = divider.keep_parts()

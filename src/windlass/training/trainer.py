@@ -30,7 +30,7 @@ from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import check_gradients_reduced, counted, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan
 from windlass.training.callbacks import Callbacks
