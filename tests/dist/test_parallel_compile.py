@@ -35,6 +35,7 @@ SMALL = {"model__layers": 12, "model__heads": 2, "model__width": 16, "model__con
 LOW = {"parallel__strategy": "full_shard", "train__precision": "bf16"}
 FLOAT8 = {"train__precision": "float8", "model__width": 128}
 SELECTIVE = {"parallel__activation_checkpointing": "selective"}
+FULL = {"parallel__activation_checkpointing": "full"}
 Work = Callable[[Any, Ranks, Callable[..., None]], object]
 
 
@@ -92,20 +93,8 @@ def static(graph: torch.fx.GraphModule) -> bool:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        slow({"parallel__activation_checkpointing": "full"}),
-        {"parallel__activation_checkpointing": "selective"},
-        LOW,
-        slow(LOW | {"train__precision": "fp16", "parallel__activation_checkpointing": "full"}),
-        FLOAT8,
-        slow(LOW | FLOAT8),
-        slow(FLOAT8 | SELECTIVE),
-    ],
-    ids=[
-        *("one rank", "full", "selective", "FSDP2 in bf16", "FSDP2 in fp16, full"),
-        *("float8", "FSDP2 in float8", "float8, selective"),
-    ],
+    [{}, SELECTIVE, LOW, FLOAT8, slow(FULL), slow(LOW | FULL), slow(LOW | FLOAT8 | SELECTIVE)],
+    ids=str,
 )
 def test_all_blocks_are_one_graph(compiled, settings):
     (graph,) = compiled(lambda model, ranks, train: [train() for _ in range(2)], **settings)
@@ -141,13 +130,11 @@ def test_blocks_of_a_model_of_transformers_are_one_graph(compiled, tmp_path):
     assert len(compiled(lambda model, ranks, train: train(), **hf, **LOW)) == 1
 
 
-@pytest.mark.parametrize(
-    "checkpointing", ["none", pytest.param("full", marks=pytest.mark.full), "selective"]
-)
-def test_rows_of_varying_length_break_no_graph(compiled, checkpointing):
+@pytest.mark.parametrize("settings", [{}, slow(FULL), SELECTIVE], ids=str)
+def test_rows_of_varying_length_break_no_graph(compiled, settings):
     graphs = compiled(
         lambda model, ranks, train: [train(2, length) for length in (32, 20, 9, 32, 11)],
-        parallel__activation_checkpointing=checkpointing,
+        **settings,
     )
     assert list(map(static, graphs)) == [True, False]
 
@@ -186,10 +173,10 @@ def documents_of(*lengths: int) -> Documents:
 VARYING = ((8, 24), (1, 1, 30), (32,), (4,) * 8, (2,) * 16)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])
-def test_varying_documents_compile_once(compiled, checkpointing):
+@pytest.mark.parametrize("settings", [{}, SELECTIVE], ids=str)
+def test_varying_documents_compile_once(compiled, settings):
     (graph,) = compiled(
         lambda model, ranks, train: [train(documents=documents_of(*n)) for n in VARYING],
-        parallel__activation_checkpointing=checkpointing,
+        **settings,
     )
     assert static(graph)

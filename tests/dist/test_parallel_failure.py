@@ -30,17 +30,12 @@ HOST = socket.gethostname()
 
 
 class Ended(NamedTuple):
-    code: int | None  # None: it had to be killed, as it was suspended or hung
+    code: int | None  # None: it is suspended
     text: str
 
 
 def end(
-    fn: Callable[[Ranks], None],
-    world: int,
-    folder: Path,
-    missing=-1,
-    joined=True,
-    **settings: float,
+    fn: Callable[[Ranks], None], world: int, folder: Path, joined=True, missing=-1, **settings: float
 ) -> list[Ended]:
     """How each forked rank ends that runs `fn`, `joined` in a process group or before.
 
@@ -55,9 +50,9 @@ def end(
         sys.stderr = os.fdopen(2, "w")
         env = DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port)
         store, code, quick = tcp_store(env, listening), 0, recipe(**settings)
+        if rank == missing:
+            os.kill(os.getpid(), signal.SIGSTOP)
         try:
-            if rank == missing:
-                time.sleep(60)
             with init_store(env, quick, store) as ranks:
                 if joined:
                     ranks.connect(quick)
@@ -74,20 +69,15 @@ def end(
     for process in processes:
         process.start()
     listening.close()
-
-    def over(rank: int) -> bool:
-        process = processes[rank]
-        suspended = process_state(process.pid) == "T"
-        return rank == missing or process.exitcode is not None or suspended
-
     until, ended = time.monotonic() + 30, []
-    while time.monotonic() < until and not all(map(over, range(world))):
-        time.sleep(0.02)
+    for process in processes:
+        while process.exitcode is None and process_state(process.pid) != "T":
+            assert time.monotonic() < until
+            time.sleep(0.02)
     for rank, process in enumerate(processes):
-        code = process.exitcode
+        ended.append(Ended(process.exitcode, (folder / f"{rank}.txt").read_text()))
         process.kill()
         process.join()
-        ended.append(Ended(code, (folder / f"{rank}.txt").read_text()))
     return ended
 
 

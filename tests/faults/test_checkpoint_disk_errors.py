@@ -16,47 +16,36 @@ CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 
 
 @pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("there", [(), (1,), (1, 2)])
-def test_one_operation_fails(scratch: Path, there: tuple[int, ...], code: str) -> None:
+@pytest.mark.parametrize(
+    ("there", "lasting"), [((), False), ((1,), False), ((1, 2), False), ((1, 2), True)]
+)
+def test_an_operation_fails(scratch: Path, there: tuple[int, ...], lasting: bool, code: str) -> None:
+    """It alone, or for good every write, create and sync from there on; removing still works, as on
+    a full disk.
+    """
+    for_good = ("write", "create", "mkdir", *(("fsync", "fsync_dir") if code == "EIO" else ()))
     recorder = Recorder()
     save(prepared(scratch / "traced", *there) / "checkpoints", 2, recorder)
     for k, operation in enumerate(recorder.log):
         run = prepared(scratch / f"run-{k}", *there)
-        files = Failer(k, CODES[code])
+        files = Failer(k, CODES[code], lasting, for_good if lasting else ())
         outcome = save(run / "checkpoints", 2, files)
-        assert files.failed == 1
+        assert lasting or files.failed == 1
+        seen = step_seen(run)
         if outcome.error:
-            assert step_seen(run) == max(there, default=0), operation
+            assert seen == max(there, default=0), operation
             assert not outcome.warning
             assert "No space" in outcome.error or "Input/output" in outcome.error
             assert not hidden(run / "checkpoints"), operation
         else:  # what failed is tidying up after the commit, or does not matter
-            assert step_seen(run) == 2, operation
-            recover(run / "checkpoints")
-            assert not hidden(run / "checkpoints")
+            assert seen == 2, operation
+        recover(run / "checkpoints")
+        assert not hidden(run / "checkpoints") and step_seen(run) == seen
         assert not save(run / "checkpoints", 3).error  # the next save is tried, and works
         check(run / "checkpoints" / "step-00000003", 3)
         assert not hidden(run / "checkpoints"), operation
-    tally(f"{code} at every operation of a save", len(recorder.log))
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_the_disk_stays_broken(scratch: Path, code: str) -> None:
-    """From some operation on every write, create and sync fails; removing still works, as on a full
-    disk.
-    """
-    only = ("write", "create", "mkdir", *(("fsync", "fsync_dir") if code == "EIO" else ()))
-    recorder = Recorder()
-    save(prepared(scratch / "traced", 1, 2) / "checkpoints", 2, recorder)
-    for k in range(len(recorder.log)):
-        run = prepared(scratch / f"run-{k}", 1, 2)
-        outcome = save(run / "checkpoints", 2, Failer(k, CODES[code], lasting=True, only=only))
-        assert step_seen(run) == 2
-        if outcome.error:
-            assert not hidden(run / "checkpoints"), recorder.log[k]
-        recover(run / "checkpoints")
-        assert not hidden(run / "checkpoints") and step_seen(run) == 2
-    tally(f"{code} from every operation on, for good", len(recorder.log))
+    what = "from every operation on, for good" if lasting else "at every operation of a save"
+    tally(f"{code} {what}", len(recorder.log))
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])

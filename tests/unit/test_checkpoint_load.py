@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from helpers import kept, refused
-from windlass import cli
 from windlass.checkpoint.choose import (
     LINEAGE,
     Lineage,
@@ -162,39 +161,29 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def test_the_list_says_why_each_is_kept_and_verify_what_is_damaged(run: Path, capsys: Any) -> None:
+def test_the_list_says_why_each_is_kept_and_verify_what_is_damaged(run: Path, call: Any) -> None:
     assert kept(run) == {10: ["best"], 20: ["every"], 30: ["last"]}
     damage(at(run, 20))
-    code, text = invoke(capsys, run)
-    lines = text.splitlines()
-    assert code == 0 and lines[0].split() == "step saved (UTC) size loss kept because state".split()
+    lines = call("checkpoints", run)[0].splitlines()
+    assert lines[0].split() == "step saved (UTC) size loss kept because state".split()
     assert [line.split()[0] for line in lines[1:4]] == ["10", "20", "30"]
     assert all(word in lines[1] for word in ("2.0000", "best", "whole"))
     assert "--verify" in lines[4]
-    code, text = invoke(capsys, run, "--verify")
-    assert code == 1 and "BAD" in text and text.count("every byte good") == 2
-    code, text = invoke(capsys, run, "--verify", "--json")
-    rows = json.loads(text)["checkpoints"]
-    assert code == 1 and [bool(row["problem"]) for row in rows] == [False, True, False]
+    text, _ = call("checkpoints", run, "--verify", code=1)
+    assert "BAD" in text and text.count("every byte good") == 2
+    rows = json.loads(call("checkpoints", run, "--verify", "--json", code=1)[0])["checkpoints"]
+    assert [bool(row["problem"]) for row in rows] == [False, True, False]
     assert rows[2]["bytes"] > 0 and rows[2]["kept"] == ["last"]
     assert rows[0]["scores"] == {"loss": 2.0}
     assert rows[2]["scores"] == {"loss": None}, "of step 30 there is no evaluation"
 
 
-def test_temporary_directories_do_not_count(run: Path, capsys: Any) -> None:
+def test_temporary_directories_do_not_count(run: Path, call: Any) -> None:
     (at(run, 30) / "manifest.sha256").unlink()
     (run / "checkpoints" / ".saving-00000040-a-1").mkdir()
     listed = list_checkpoints(run)
     assert [row["step"] for row in listed.checkpoints] == [10, 20]
-    code, text = invoke(capsys, run)
-    assert code == 0 and "2 checkpoints" in text
-    assert invoke(capsys, run.parent / "nothing")[0] == 2
+    assert "2 checkpoints" in call("checkpoints", run)[0]
+    call("checkpoints", run.parent / "nothing", code=2)
     shutil.rmtree(run / "checkpoints")
-    code, text = invoke(capsys, run)
-    assert code == 0 and "no checkpoint yet" in text
-
-
-def invoke(capsys: Any, *arguments: str | Path) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["checkpoints", *map(str, arguments)])
-    return int(ended.value.code or 0), capsys.readouterr().out
+    assert "no checkpoint yet" in call("checkpoints", run)[0]

@@ -100,14 +100,7 @@ def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cuts",
-    [
-        ([0, 6], [0, 5], [0, 7]),
-        ([0, 2, 6], [0, 5], [0, 7]),
-        ([0, 6], [0, 1, 4, 5], [0, 7]),
-        ([0, 6], [0, 5], [0, 3, 7]),
-        ([0, 1, 6], [0, 2, 5], [0, 6, 7]),
-    ],
+    "cuts", [([0, 6], [0, 1, 4, 5], [0, 7]), ([0, 1, 6], [0, 2, 5], [0, 6, 7])]
 )
 def test_any_box_is_read_from_any_boxes(tmp_path, cuts):
     shape = tuple(ends[-1] for ends in cuts)

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,17 @@ OURS = variables(
 )
 OPEN_MPI = variables("OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4")
 BY_HAND = variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=29500")
+OPEN_MPI_HERE = OPEN_MPI | variables(
+    "OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
+)
+OPEN_MPI_PBS = OPEN_MPI | variables(
+    "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 PBS_JOBID=77.pbs"
+)
+MPICH = variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+PALS = variables(
+    "PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4 PALS_NODEID=1 "
+    "PALS_APID=aa-1"
+)
 
 
 def slurm(rank: int, **more: str) -> dict[str, str]:
@@ -107,56 +119,31 @@ def test_srun_with_unequal_hosts():
     assert (mpich.launcher, mpich.world, mpich.local_world) == ("mpi", 10, 4)
 
 
-def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
+def test_ports_differ_between_jobs_and_steps_and_can_be_chosen():
     places = itertools.product("123", "01")
     envs = [slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step) for job, step in places]
     ports = {detect_env(environ).port for environ in envs}
     assert len(ports) == 6
+    other = OPEN_MPI_HERE | {"PMIX_NAMESPACE": "ns-2"}
+    assert detect_env(OPEN_MPI_HERE).port != detect_env(other).port
     chosen = detect_env(slurm(0, MASTER_PORT="31000", MASTER_ADDR="login", SLURM_RESTART_COUNT="2"))
     assert (chosen.addr, chosen.port, chosen.attempt) == ("login", 31000, 2)
 
 
-def test_open_mpi_on_one_host_and_on_many_under_pbs(tmp_path):
-    local = OPEN_MPI | variables(
-        "OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
-    )
-    env = detect_env(local)
-    assert (env.launcher, env.addr) == ("openmpi", "127.0.0.1")
-    assert (env.rank, env.local_rank, env.nodes) == (3, 3, 1)
-    assert env.port != detect_env(local | {"PMIX_NAMESPACE": "ns-2"}).port
-    (tmp_path / "nodes").write_text("x1003\nx1003\nx1004\nx1004\n")
-    many = OPEN_MPI | variables(
-        "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 PBS_JOBID=77.pbs"
-    )
-    env = detect_env(many | {"PBS_NODEFILE": str(tmp_path / "nodes")})
-    assert (env.addr, env.node, env.nodes, env.local_world) == ("x1003", 1, 2, 2)
-
-
-def test_mpich_and_pals(tmp_path):
-    env = detect_env(variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"))
-    assert (env.launcher, env.addr) == ("mpi", "127.0.0.1")
-    assert (env.rank, env.world, env.local_rank) == (1, 2, 1)
-    (tmp_path / "nodes").write_text("polaris-1\npolaris-2\n")
-    pals = variables(
-        "PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4 PALS_NODEID=1 "
-        "PALS_APID=aa-1"
-    )
-    env = detect_env(pals | {"PBS_NODEFILE": str(tmp_path / "nodes")})
-    assert (env.rank, env.node, env.nodes, env.local_world, env.addr) == (5, 1, 2, 4, "polaris-1")
-
-
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("environ", "hosts", "env"),
     [
-        ("a,b-1,c", "a"),
-        ("n[08-11]", "n08"),
-        ("n[1,3-4],gpu07", "n1"),
-        ("r[1-2]n[01-02]x", "r1n01x"),
-        ("host-[9-10].site.org", "host-9.site.org"),
+        (OPEN_MPI_HERE, "", DistEnv(3, 4, 3, 4, 0, 1, "openmpi", "127.0.0.1")),
+        (OPEN_MPI_PBS, "x1003 x1003 x1004 x1004", DistEnv(3, 4, 1, 2, 1, 2, "openmpi", "x1003")),
+        (MPICH, "", DistEnv(1, 2, 1, 2, 0, 1, "mpi", "127.0.0.1")),
+        (PALS, "polaris-1 polaris-2", DistEnv(5, 8, 1, 4, 1, 2, "mpi", "polaris-1")),
     ],
 )
-def test_the_first_of_slurms_short_host_lists(nodes: str, first: str):
-    assert detect_env(slurm(0, SLURM_STEP_NODELIST=nodes)).addr == first
+def test_mpiexec_on_one_host_and_on_many_under_pbs(environ, hosts, env, tmp_path):
+    if hosts:
+        (tmp_path / "nodes").write_text("".join(f"{host}\n" for host in hosts.split()))
+        environ = environ | {"PBS_NODEFILE": str(tmp_path / "nodes")}
+    assert replace(detect_env(environ), port=0) == env
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,11 @@ from windlass.checkpoint.format import (
     STATE,
     STEP_DIR,
     Base,
-    Damaged,
     Manifest,
     digest_line,
     is_whole,
     names_in,
     read_checkpoint,
-    read_manifest,
     step_dir,
 )
 from windlass.errors import first_line
@@ -97,9 +95,9 @@ class Save:
                 if self.tombstone.name in names:
                     raise GivenUp("rank 0 gave the save up")
                 if self.temporary.name not in names and self.path.name in names:
-                    with contextlib.suppress(Damaged):
-                        if read_manifest(self.path).save_id == self.save_id:
-                            return None
+                    content = read_checkpoint(self.path).content
+                    if content is not None and content.save_id == self.save_id:
+                        return None
             raise GivenUp("rank 0 neither committed the save nor gave it up")
         except Exception as error:
             self._give_up(error)
