@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from windlass import train
 from windlass.parallel.collectives import norm_and_sum
-from windlass.parallel.ranks import init_ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.ranks import Ranks, init_ranks
 from windlass.recipe import Recipe
 from windlass.run import Run
 

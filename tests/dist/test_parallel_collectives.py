@@ -18,9 +18,9 @@ from windlass.parallel.collectives import (
     sum_async,
     sum_over_ranks,
 )
-from windlass.parallel.ranks import choose_device, init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import resolve_precision, unwrap
+from windlass.parallel.ranks import choose_device, init_ranks
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
 from windlass.training.rank import batch_of

@@ -24,11 +24,9 @@ from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.loss import loss_tail
 from windlass.model.size import CHUNK_BYTES
-from windlass.parallel.ranks import init_ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import parallelize, unwrap
-from windlass.parallel.parallelize import autocast
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.parallelize import autocast, parallelize, unwrap
+from windlass.parallel.ranks import Ranks, init_ranks
 
 VOCAB = 64
 SMALL = {"model__layers": 12, "model__heads": 2, "model__width": 16, "model__context": 32}

@@ -20,10 +20,9 @@ from harness import FORK, recipe, tcp_store
 from helpers import process_state
 from windlass.errors import RunFailed, Stopped
 from windlass.parallel.collectives import sum_async
-from windlass.parallel.ranks import init_store
 from windlass.parallel.env import DistEnv
 from windlass.parallel.heartbeat import Beat, behind
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.ranks import Ranks, init_store
 
 pytestmark = pytest.mark.dist
 HOST = socket.gethostname()
@@ -35,7 +34,12 @@ class Ended(NamedTuple):
 
 
 def end(
-    fn: Callable[[Ranks], None], world: int, folder: Path, joined=True, missing=-1, **settings: float
+    fn: Callable[[Ranks], None],
+    world: int,
+    folder: Path,
+    joined=True,
+    missing=-1,
+    **settings: float,
 ) -> list[Ended]:
     """How each forked rank ends that runs `fn`, `joined` in a process group or before.
 

@@ -13,8 +13,7 @@ from harness import Join, recipe, run_ranks
 from toy import micro_batch, toy
 
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import parallelize, sync_gradients, unwrap
-from windlass.parallel.parallelize import LOW, autocast
+from windlass.parallel.parallelize import LOW, autocast, parallelize, sync_gradients, unwrap
 
 pytestmark = pytest.mark.dist
 

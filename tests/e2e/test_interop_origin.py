@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from test_checkpoint_base import TEXT, base, recipe  # noqa: F401
 
 import hf_fixtures
 from helpers import refused, windlass
-from test_checkpoint_base import TEXT, base, recipe  # noqa: F401
 from windlass import train
 from windlass.evaluation.api import evaluate
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import Source, alone, find_source, load_model, open_model
 from windlass.interop.export import export
-from windlass.recipe import Recipe
 from windlass.run import Run
+
 
 def sources(base: Path, *overrides: str) -> Source:
     return find_source(str(base), list(overrides))

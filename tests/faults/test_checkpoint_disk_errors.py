@@ -19,7 +19,9 @@ CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 @pytest.mark.parametrize(
     ("there", "lasting"), [((), False), ((1,), False), ((1, 2), False), ((1, 2), True)]
 )
-def test_an_operation_fails(scratch: Path, there: tuple[int, ...], lasting: bool, code: str) -> None:
+def test_an_operation_fails(
+    scratch: Path, there: tuple[int, ...], lasting: bool, code: str
+) -> None:
     """It alone, or for good every write, create and sync from there on; removing still works, as on
     a full disk.
     """

@@ -18,8 +18,7 @@ from torch import nn
 from helpers import refused
 from windlass.checkpoint.format import DTYPES, Checkpoint, names_in, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import Box, Shard, shard_of
-from windlass.checkpoint.state_dict import gather_shard, restore
+from windlass.checkpoint.state_dict import Box, Shard, gather_shard, restore, shard_of
 from windlass.fileio import Files
 
 

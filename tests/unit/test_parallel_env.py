@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from helpers import refused
-from windlass.parallel.ranks import address_to, choose_device
 from windlass.parallel.env import DistEnv, by_hosts, detect_env
+from windlass.parallel.ranks import address_to, choose_device
 
 
 def variables(text: str) -> dict[str, str]:
@@ -173,5 +173,7 @@ def test_ranks_by_hand_on_two_hosts_take_the_gpus_of_their_host(monkeypatch):
         env = detect_env(BY_HAND | {"RANK": str(rank), "WORLD_SIZE": "8"})
         choose_device("auto", by_hosts(env, hosts))
     assert [device.index for device in devices] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_no_address_on_the_way_to_this_host_or_to_none():
     assert address_to("127.0.0.1") == address_to("no.such.host.invalid") == ""

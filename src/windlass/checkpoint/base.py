@@ -112,11 +112,11 @@ def identify(directory: Path, ranks: Ranks | None = None) -> dict[str, FileInfo]
         digests = dict(hash_files(directory, sizes, rank, world))
     except OSError as error:
         problem = f"{error.filename} cannot be read: {error.strerror}"
-    for problem, share in (
-        ranks.all_gather_object("base", [problem, digests]) if ranks else [[problem, digests]]
-    ):
-        if problem:
-            raise UserError(problem)
-        digests |= share
+    if ranks is not None:
+        for other_problem, others in ranks.all_gather_object("base", [problem, digests]):
+            problem = problem or other_problem
+            digests |= others
+    if problem:
+        raise UserError(problem)
     here = {name: size for name, size in sizes.items() if name in digests}
     return {name: FileInfo(size=size, sha256=digests[name]) for name, size in here.items()}

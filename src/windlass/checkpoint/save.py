@@ -192,7 +192,9 @@ class Writer:
     ) -> None:
         """Write, commit and clean up; any error becomes the save's."""
         began = time.perf_counter()
-        if self.settings.background and sys.platform == "linux":  # elsewhere it is the whole process's
+        if (
+            self.settings.background and sys.platform == "linux"
+        ):  # elsewhere it is the whole process's
             with contextlib.suppress(OSError):  # a sandbox may forbid it
                 os.nice(NICENESS)
         try:

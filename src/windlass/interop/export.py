@@ -28,7 +28,6 @@ from windlass.model.adapters import export_adapter
 from windlass.model.quantised import Linear4bit
 from windlass.parallel.ranks import alone
 from windlass.recipe import Changes
-from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, decode
 from windlass.telemetry.measures import of_eval, show
@@ -96,12 +95,7 @@ def export(
             text = card(source, checkpoint, push or directory.name, adapter)
             (partial / "README.md").write_text(text, encoding="utf-8")
         if "chat" in source.recipe.data.formats and not source.template.source:
-            # The plain template, with the tokenizer's begin and end of a text.
-            tokenizer, text = source.tokenizer, PLAIN
-            end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
-            begin = "".join(map(tokenizer.inner.id_to_token, tokenizer.begin))
-            for name, token in (("end_of_text", end), ("begin_of_text", begin)):
-                text = text.replace(name, json.dumps(token, ensure_ascii=False))
+            text = plain_template(source.tokenizer)
             (partial / "chat_template.jinja").write_text(text, encoding="utf-8")
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # some libraries let only the owner read what they write
@@ -109,6 +103,14 @@ def export(
     if push:
         hub.push(directory, push)
     return directory
+
+
+def plain_template(tokenizer: Tokenizer) -> str:
+    """The plain template with the tokenizer's begin and end of a text."""
+    end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
+    begin = "".join(map(tokenizer.inner.id_to_token, tokenizer.begin))
+    text = PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
+    return text.replace("begin_of_text", json.dumps(begin, ensure_ascii=False))
 
 
 def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:

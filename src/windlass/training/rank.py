@@ -28,11 +28,9 @@ from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import check_fits
-from windlass.parallel.ranks import init_store
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import attention_without_plans, unwrap
-from windlass.parallel.parallelize import resolve_precision
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
+from windlass.parallel.ranks import Ranks, init_store
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.telemetry.console import Console
 from windlass.training.callbacks import Callbacks, UserCode
