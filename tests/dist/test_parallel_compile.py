@@ -99,14 +99,13 @@ def test_all_blocks_are_one_graph(compiled, settings):
     assert static(graph)
 
 
-def two_steps(join: Join, strategy: str) -> tuple[int, dict[str, int]]:
+def two_steps(join: Join, how: dict[str, Any]) -> tuple[int, dict[str, int]]:
     """The graphs of two steps and their breaks."""
     warnings.simplefilter("ignore")
     graphs, CHUNK_BYTES["cpu"] = CompileCounterWithBackend("eager"), 0
     torch.compile = partial(torch.compile, backend=graphs)
     counters.clear()
-    how = {"parallel__strategy": strategy, "parallel__bucket_mb": 0.005}
-    chosen = recipe(**SMALL, **how, train__compile=True)
+    chosen = recipe(**SMALL, **how, parallel__bucket_mb=0.005, train__compile=True)
     with join(chosen) as ranks:
         model = parallelize(build_model(chosen, VOCAB), ranks, chosen)
         initialise(unwrap(model), 1)
@@ -116,10 +115,18 @@ def two_steps(join: Join, strategy: str) -> tuple[int, dict[str, int]]:
     return len(graphs.graphs), dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
-def test_two_ranks_have_one_graph_for_all_blocks_and_one_for_the_loss(strategy):
-    """Also if the buckets of DDP end within blocks."""
-    assert run_ranks(two_steps, 2, strategy) == [(2, {})] * 2
+@pytest.mark.parametrize(
+    ("how", "graphs"),
+    [
+        ({"parallel__strategy": "ddp"}, 2),
+        ({"parallel__strategy": "full_shard"}, 2),
+        ({"parallel__tensor": 2, "model__activation": "swiglu"} | SELECTIVE, 1),
+    ],
+    ids=str,
+)
+def test_two_ranks_have_one_graph_for_all_blocks_and_one_for_the_loss(how, graphs):
+    """Also if the buckets of DDP end within blocks. The loss of a divided vocabulary has none."""
+    assert run_ranks(two_steps, 2, how) == [(graphs, {})] * 2
 
 
 def test_blocks_of_a_model_of_transformers_are_one_graph(compiled, tmp_path):

@@ -169,6 +169,8 @@ def test_without_its_base_every_verb_says_what_to_do_and_with_its_new_place_work
 def test_another_base_in_its_place_is_refused(base: Path, call: Call) -> None:
     wanted = recipe(base, "run", **ADAPTERS)
     run = train(wanted, stop_at=2)
+    branch = train(wanted.replace(f"run.dir={base.parent / 'b'}"), branch_from=f"{run.path}@2")
+    assert at(branch).manifest.base == at(run, 2).manifest.base
     assert call("checkpoints", run.path, "--verify").count("every byte good") == 2
     file = change(base)
     for verb in (lambda: train(wanted), lambda: generate(run, "the"), lambda: load_model(run)):
@@ -250,32 +252,19 @@ def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
     assert at(source).tensor(first).any() and curve(runs[0])[0][1] < curve(source)[0][1]
 
 
-def test_a_branch_has_the_base_again(base: Path) -> None:
-    wanted = recipe(base, "run", **ADAPTERS)
-    run = train(wanted, stop_at=2)
-    there = train(wanted.replace(f"run.dir={base.parent / 'branch'}"), branch_from=f"{run.path}@2")
-    assert at(there).manifest.base == at(run, 2).manifest.base
-
-
-TENSOR = "parallel.tensor=2"
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("kind", "before", "after"),
+    ("kind", "world", "before", "then", "after"),
     [
-        ("lora", (2, "parallel.strategy=full_shard"), (1, "parallel.strategy=auto")),
-        ("dropout", (1, "parallel.strategy=auto"), (2, "parallel.strategy=full_shard")),
-        ("freeze", (2, TENSOR), (1, "parallel.tensor=1")),
-        ("freeze", (2, "parallel.strategy=shard_optim"), (2, TENSOR)),
-        pytest.param(
-            *("4bit", (2, "parallel.strategy=full_shard"), (1, "parallel.strategy=auto")),
-            marks=needs_4bit,
-        ),
+        ("lora", 2, "strategy=full_shard", 1, "strategy=auto"),
+        ("dropout", 1, "strategy=auto", 2, "strategy=full_shard"),
+        ("freeze", 2, "tensor=2", 1, "tensor=1"),
+        ("freeze", 2, "strategy=shard_optim", 2, "tensor=2"),
+        pytest.param("4bit", 2, "strategy=full_shard", 1, "strategy=auto", marks=needs_4bit),
     ],
 )
 def test_other_ranks_and_strategies_continue_it(
-    kind: str, before: tuple[int, str], after: tuple[int, str], base: Path
+    kind: str, world: int, before: str, then: int, after: str, base: Path
 ) -> None:
     """Adapters bit for bit as they were saved, beside the base's own weights; and the losses of one
     process."""
@@ -283,7 +272,7 @@ def test_other_ranks_and_strategies_continue_it(
     how = exact, "train.micro_batch=2"  # masks of dropout follow from the micro-batch
     wanted = recipe(base, "run", *how, **KINDS[kind])
     straight = train(recipe(base, "straight", *how, **KINDS[kind]))
-    first = train_on_ranks(wanted.replace(before[1]), before[0], stop_at=2)
+    first = train_on_ranks(wanted.replace(f"parallel.{before}"), world, stop_at=2)
     fresh = build_model(wanted, 0, device="cpu")
     initialise(fresh, wanted.run.seed)
     loaded = dict(load(f"{first.path}@2", device="cpu").named_parameters())
@@ -292,7 +281,7 @@ def test_other_ranks_and_strategies_continue_it(
             assert torch.equal(loaded[name], at(first, 2).tensor(f"model/{name}")), name
         else:
             assert torch.equal(loaded[name], parameter.to(loaded[name].dtype)), name
-    run = train_on_ranks(wanted.replace(after[1]), after[0])
+    run = train_on_ranks(wanted.replace(f"parallel.{after}"), then)
     tolerance = 1e-5 if exact.endswith("fp32") else 1e-12
     losses = [loss for _, loss in curve(straight, "loss")]
     assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=tolerance)

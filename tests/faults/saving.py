@@ -120,11 +120,14 @@ def prepared(run: Path, *steps: int, **options: Any) -> Path:
 
 
 def save_all(directory: Path, step: int, files: Any = None, world: int = 1, **options: Any) -> Save:
-    """One save by all ranks, each in a thread; the outcome of rank 0."""
+    """One save by all ranks, each in a thread, with `files` for all or for each; the outcome of rank
+    0.
+    """
     outcomes = dict[int, Save]()
 
     def rank(number: int) -> None:
-        outcomes[number] = save(directory, step, files, number, world, **options)
+        own = files[number] if isinstance(files, list) else files
+        outcomes[number] = save(directory, step, own, number, world, **options)
 
     places()  # here, because it sets up process groups
     others = [threading.Thread(target=rank, args=[n], daemon=True) for n in range(1, world)]
@@ -261,17 +264,6 @@ def each_rank(
 
 def count_of_ranks(folder: Path, world: int = 2) -> list[int]:
     """The operations of each rank: they depend on nothing but the save."""
-    run = prepared(folder / "count", 1, world=world)
-
-    class Counter(Files):
-        def __init__(self, rank: int):
-            self.path = run / f"count-{rank}"
-
-        def about_to(self, operation, path, output=None, data=None):
-            with self.path.open("a") as file:
-                file.write(operation[0])
-
-    for child in each_rank(run / "checkpoints", 2, Counter, world, deadline=20):
-        assert ended(child) == 0
-    assert not any((run / f"error-{rank}").read_text() for rank in range(world))
-    return [(run / f"count-{rank}").stat().st_size for rank in range(world)]
+    run, recorders = prepared(folder / "count", 1, world=world), [Recorder() for _ in range(world)]
+    assert not save_all(run / "checkpoints", 2, recorders, world, deadline=20).error
+    return [len(recorder.log) for recorder in recorders]

@@ -25,6 +25,8 @@ from windlass.parallel.collectives import Copy, Gather, Scatter, Sum, gather
 from windlass.parallel.context import DividedBlock, DividedGPT
 
 GPT_PLAN = {
+    "attn": "entrance",
+    "ff": "entrance",
     "attn.qkv": "qkv_colwise",
     "attn.out": "rowwise",
     "ff.gate": "colwise",
@@ -36,7 +38,8 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("gate", "
 
 
 class Entrance:
-    """Gathers an input once for sibling layers, so that its gradient is reduced once."""
+    """Gathers an input once for sibling layers, so that its gradient is reduced once. It serves
+    models of `transformers`, in which other layers may read the same input."""
 
     def __init__(self, readers: int):
         self.readers, self.left = readers, 0
@@ -74,6 +77,13 @@ class Part(nn.Module):
         if self.sequence and self.training:
             return Scatter.apply(x, 1, self.tensor)  # type: ignore[no-any-return]
         return Sum.apply(x, self.tensor)  # type: ignore[no-any-return]
+
+
+class Entering(Part):
+    """A module whose parts read only its input, which is gathered once for all of them."""
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return super().forward(self.enter(x), *args)  # type: ignore[no-any-return]
 
 
 class Columns(Part):
@@ -173,13 +183,23 @@ class Divider:
         for name, style in plan.items():
             if style == SHARED:
                 continue
+            if style == "entrance":
+                self.style(self.modules[name], Entering)
+                continue
             if style == "rowwise":
                 module = self.style(self.modules[name], Rows)
                 size = module.weight.shape[1]
                 part = self.pieces((size,))
                 self.cuts[f"{name}.weight"] = Cut(1, size, part, self.tensor)
                 continue
-            module = self.style(self.modules[name], Columns)
+            owner, _, last = name.rpartition(".")
+            module = self.modules[name]
+            if plan.get(owner) != "entrance":
+                siblings = next((group for group in SIBLINGS if last in group), (last,))
+                names = (f"{owner}.{other}" for other in siblings)
+                readers = tuple(reader for reader in names if reader in plan)
+                entrance = entrances.setdefault(readers, Entrance(len(readers)))
+                self.style(module, Columns).entrance = entrance
             size = module.weight.shape[0]
             stacked = style == "qkv_colwise"
             sizes = self.network.matrix_parts(f"{name}.weight") if stacked else (size,)
@@ -187,10 +207,6 @@ class Divider:
             self.cuts[f"{name}.weight"] = Cut(0, size, part, self.tensor)
             if module.bias is not None:
                 self.cuts[f"{name}.bias"] = Cut(0, size, part, self.tensor)
-            owner, _, last = name.rpartition(".")
-            siblings = next((group for group in SIBLINGS if last in group), (last,))
-            readers = tuple(f"{owner}.{other}" for other in siblings if f"{owner}.{other}" in plan)
-            module.entrance = entrances.setdefault(readers, Entrance(len(readers)))
 
     def pieces(self, sizes: Sequence[int]) -> tuple[range, ...]:
         """This rank's rows of each of the matrices that are stacked in one."""
