@@ -74,7 +74,7 @@ def own_network(variant: str) -> Toy:
     """A user's module with rows of 37, 6 and 2, uneven over 3 and 4 ranks, of which some have none;
     a buffer, an empty one, an unused parameter.
     """
-    model = toy(3, torch.float32, width=2, tied=variant == "own")
+    model = toy(3, width=2, tied=variant == "own")
     model.register_buffer("empty", torch.empty(0, 4))
     if variant == "own frozen":
         model.layers[1].requires_grad_(False)
