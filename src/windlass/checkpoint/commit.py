@@ -27,7 +27,6 @@ from windlass.checkpoint.format import (
     MANIFEST,
     STATE,
     STEP_DIR,
-    Base,
     Manifest,
     digest_line,
     is_whole,
@@ -57,9 +56,7 @@ class Save:
 
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    aliases: Mapping[str, str]  # of tied weights: a name, and the name under which it is saved
-    base: Base | None  # of the weights that no rank writes
-    meta: Mapping[str, Any]
+    about: Mapping[str, Any]  # of the manifest: meta, aliases and base
     counters: bytes = b"{}"
     image: Any = b""  # this rank's file in host memory: header length, header, numbers
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -195,11 +192,9 @@ class Save:
             save_id=self.save_id,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             world=self.world,
-            meta=dict(self.meta),
             tensors=dict(sorted(tensors.items())),
-            aliases=dict(self.aliases),
             files=files,
-            base=self.base,
+            **self.about,
         )
 
     def _give_up(self, error: Exception) -> None:

@@ -90,9 +90,11 @@ class Writer:
             deadline=self.deadline,
             step=step,
             save_id=f"{step:08d}-{self.attempt}-{self._started + 1}",
-            aliases=shard.aliases,
-            base=self.base,
-            meta={"reason": PERIODIC} | dict(meta or {}),
+            about={
+                "meta": {"reason": PERIODIC, **(meta or {})},
+                "aliases": shard.aliases,
+                "base": self.base,
+            },
         )
         try:
             save.counters = to_json(dict(counters))

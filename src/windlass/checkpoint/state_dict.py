@@ -257,16 +257,14 @@ def shard_of(
     ranks of one of the `stages` of a pipeline are neighbours, and hold the same tensors."""
     first_rank = rank - rank % (world // stages)
     peers = range(first_rank, first_rank + world // stages)
-    groups: dict[tuple[int, ...], dict[str, Tensor]] = {}
-    ranks_of: dict[Any, tuple[int, ...]] = {}
+    groups: dict[tuple[tuple[int, int, int], ...], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else ()
-        key = (*place, cut_of(tensor) is not None)
-        if key not in ranks_of:
-            ranks_of[key] = holders(tensor, peers)
-        groups.setdefault(ranks_of[key], {})[name] = tensor
+        groups.setdefault(divisions(tensor), {})[name] = tensor
     boxes = list[Box]()
-    for ranks, held in groups.items():
+    for divided, held in groups.items():
+        ranks = list(peers)  # that hold the same box of these tensors
+        for apart, size, own in divided:
+            ranks = [peer for peer in ranks if (peer - first_rank) // apart % size == own]
         local = {name: local_part(tensor) for name, tensor in held.items()}
         rows = divide_rows(local, ranks.index(rank), len(ranks))
         for name, tensor in held.items():
@@ -298,14 +296,15 @@ def divide_rows(
     return result
 
 
-def holders(tensor: Tensor, peers: range) -> tuple[int, ...]:
-    """The ranks of `peers` that hold the same box of a tensor as this rank, in order."""
-    cut = cut_of(tensor)
-    alike = peers[cut.peers.rank :: cut.peers.size] if cut else peers  # neighbours differ in `tp`
-    if not is_sharded(tensor) or (dim := sharding_dim(tensor)) is None:
-        return tuple(alike)
-    mesh = tensor.device_mesh
-    size, own = mesh.size(dim), mesh.get_local_rank(dim)
-    shards = mesh.mesh.movedim(dim, -1).reshape(-1, size)[0].tolist()
-    apart = shards[1] - shards[0] if size > 1 else 1  # the ranks between two neighbouring shards
-    return tuple(rank for rank in alike if (rank - peers.start) // apart % size == own)
+def divisions(tensor: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """For each dimension of the mesh that divides a tensor: the ranks from one part to the next, the
+    number of parts, and this rank's part."""
+    parts = list[tuple[int, int, int]]()
+    if (cut := cut_of(tensor)) is not None:
+        parts.append((1, cut.peers.size, cut.peers.rank))  # neighbours differ in `tp`
+    if is_sharded(tensor) and (dim := sharding_dim(tensor)) is not None:
+        mesh = tensor.device_mesh
+        if (size := mesh.size(dim)) > 1:
+            first, second = mesh.mesh.movedim(dim, 0).reshape(size, -1)[:2, 0].tolist()
+            parts.append((second - first, size, mesh.get_local_rank(dim)))
+    return tuple(parts)

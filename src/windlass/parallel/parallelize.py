@@ -147,14 +147,10 @@ def shard(
             param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
         ),
     )
-    first: list[nn.Module] = []
-    last: list[nn.Module] = []
-    in_order, each = False, 1
-    if hasattr(model, "ends"):
-        first, last = model.ends()  # type: ignore[operator]
-        in_order = ranks.mesh.pp is None
-    if in_order:
-        each = unit_blocks(len(blocks), sum(p.numel() for b in blocks for p in b.parameters()))
+    first, last = model.ends() if hasattr(model, "ends") else ([], [])  # type: ignore[operator]
+    in_order = hasattr(model, "ends") and ranks.mesh.pp is None
+    numbers = sum(p.numel() for block in blocks for p in block.parameters())
+    each = unit_blocks(len(blocks), numbers) if in_order else 1
     units = [blocks[i : i + each] for i in range(0, len(blocks), each)]
     if first:
         units.insert(0, first)
