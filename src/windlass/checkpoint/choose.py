@@ -107,7 +107,6 @@ def read_lineage(run: Path) -> Lineage | None:
 
 
 def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
-    """Replace the run's lineage, durably."""
     files.replace(run / LINEAGE, lineage.model_dump_json().encode() + b"\n")
 
 

@@ -90,10 +90,8 @@ class TensorInfo(BaseModel):
 
 
 class FileInfo(BaseModel):
-    """Size in bytes and SHA-256 of a file."""
-
     model_config = ConfigDict(frozen=True)
-    size: Count
+    size: Count  # bytes
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -135,7 +133,6 @@ class Manifest(BaseModel):
 
     @property
     def reason(self) -> str:
-        """Why it was saved (see choose.py)."""
         return str(self.meta.get("reason", ""))
 
     @property

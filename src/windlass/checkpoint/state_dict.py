@@ -207,8 +207,6 @@ def _cut_like(state: Tensor, parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor."""
-
     name: str
     tensor: Tensor  # the box, a view of the tensor on its device
     shape: tuple[int, ...]  # of the whole tensor
@@ -217,8 +215,6 @@ class Box:
 
 @dataclass(frozen=True)
 class Shard:
-    """The boxes that this rank writes."""
-
     boxes: list[Box]
     aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
 
