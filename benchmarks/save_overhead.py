@@ -22,13 +22,13 @@ from statistics import median
 
 import torch
 
-from windlass.checkpoint.choose import Policy
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import gather_shard
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
 from windlass.recipe import Recipe
+from windlass.recipe.settings import CheckpointSettings
 
 MODES = ("without", "background", "waiting")
 
@@ -43,10 +43,11 @@ class Bench:
         shape = (micro_batch, recipe.model.context)
         self.tokens = torch.randint(0, vocab, shape, device=self.device)
         self.number = 0
-        policy = Policy(last=1, best=False)
+        few = CheckpointSettings(keep_last=1, keep_best=False)
         self.writers = {
             mode: Writer(
-                folder / mode / "checkpoints", policy=policy, background=mode == "background"
+                folder / mode / "checkpoints",
+                settings=few.model_copy(update={"background": mode == "background"}),
             )
             for mode in MODES[1:]
         }

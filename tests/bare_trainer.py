@@ -10,8 +10,7 @@ from windlass.data.loader import MicroBatch, StepBatch
 from windlass.data.samples import Batch
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer
-from windlass.parallel.parallelize import counted, unwrap
-from windlass.parallel.precision import resolve_precision
+from windlass.parallel.parallelize import counted, resolve_precision, unwrap
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.telemetry.timing import StepTimer

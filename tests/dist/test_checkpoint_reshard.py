@@ -18,7 +18,6 @@ import hf_fixtures
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.format import AVERAGE, MODEL, Checkpoint, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import boxes_of
 from windlass.checkpoint.state_dict import gather_shard, named_state, restore
 from windlass.errors import UserError
 from windlass.model.sharding import boxes_of
@@ -75,7 +74,7 @@ def own_network(variant: str) -> Toy:
     """A user's module with rows of 37, 6 and 2, uneven over 3 and 4 ranks, of which some have none;
     a buffer, an empty one, an unused parameter.
     """
-    model = toy(3, torch.float32, width=2, tied=variant == "own")
+    model = toy(3, width=2, tied=variant == "own")
     model.register_buffer("empty", torch.empty(0, 4))
     if variant == "own frozen":
         model.layers[1].requires_grad_(False)
@@ -192,7 +191,11 @@ def read(join, recipes, variant: str, folder: Path) -> list[Any]:
     return outcomes
 
 
-def check_matrix(tmp_path: Path, variant: str, every: bool) -> None:
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_world_and_layout_to_every_other(tmp_path: Path, variant: str, every: bool) -> None:
     folder, hf = tmp_path / "runs", tmp_path / "hf"
     folder.mkdir()
     if variant == "hf":
@@ -217,20 +220,6 @@ def check_matrix(tmp_path: Path, variant: str, every: bool) -> None:
     for outcome in outcomes:
         for numbers, expected in zip(outcome, wanted, strict=True):
             assert numbers == pytest.approx(expected, rel=tolerance)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_sample(tmp_path: Path, variant: str) -> None:
-    check_matrix(tmp_path, variant, every=False)
-
-
-@pytest.mark.dist
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_world_and_layout_to_every_other(tmp_path: Path, variant: str) -> None:
-    check_matrix(tmp_path, variant, every=True)
 
 
 def other_model(join, recipe, folder: Path) -> None:

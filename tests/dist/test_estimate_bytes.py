@@ -3,9 +3,9 @@
 from collections import Counter
 
 import pytest
-from byte_counter import sent_in_a_step
 from harness import recipe as make_recipe
 from harness import run_ranks
+from meters import sent_in_a_step
 
 from windlass.estimate.collectives import work_of
 from windlass.estimate.layout import layout_of

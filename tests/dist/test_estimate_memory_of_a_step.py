@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import recipe, run_ranks
-from memory_meter import measured
+from meters import measured
 
 import hf_fixtures
 from windlass.estimate.activations import measure_peaks

@@ -32,7 +32,7 @@ def with_a_scalar() -> nn.Module:
     """Rows that no world divides, vectors that are cut at a multiple of 64 bytes or not, tied and
     frozen weights, and a scalar in the place of a buffer.
     """
-    model = toy(3, torch.float32, width=16, layers=2)
+    model = toy(3, width=16, layers=2)
     del model.shift
     model.shift = nn.Parameter(torch.tensor(-1.0))
     return model

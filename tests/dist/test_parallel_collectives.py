@@ -1,12 +1,14 @@
-"""Sums, agreement and exchanges between ranks; the device, its settings, and the size of a sharding
-group.
+"""Sums, agreement and exchanges between ranks, also with a fault on one, and with unequal memory; the
+device, and the size of a sharding group.
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from equivalence import built, settings, train
 from harness import Join, grad_norm, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
@@ -16,11 +18,12 @@ from windlass.parallel.collectives import (
     sum_async,
     sum_over_ranks,
 )
-from windlass.parallel.connect import choose_device, init_ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.precision import resolve_precision
+from windlass.parallel.parallelize import resolve_precision, unwrap
+from windlass.parallel.ranks import choose_device, init_ranks
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
+from windlass.training.rank import batch_of
 
 pytestmark = pytest.mark.dist
 
@@ -87,6 +90,9 @@ def test_what_does_not_go_together_is_refused():
         with pytest.raises(UserError, match=r"parallel.device"):
             init_ranks(DistEnv(), recipe(parallel__device="cuda"))
         assert choose_device("auto", DistEnv()) == torch.device("cpu")
+    assert resolve_precision("auto", torch.device("cpu")) == "fp32"
+    with init_ranks(DistEnv(), recipe(train__tf32=True, parallel__device="cpu")):
+        assert torch.get_float32_matmul_precision() == "highest"  # a CPU has none: its bits stay
 
 
 @pytest.mark.parametrize(
@@ -111,9 +117,56 @@ def test_a_store_that_nobody_holds_is_given_up_in_time():
     assert "rank 1 of 2 did not meet the others at 127.0.0.1:9" in run_ranks(alone, 1)[0]
 
 
-def test_precision_follows_the_device_and_tf32_is_asked_for():
-    settings = Recipe.model_validate({}).train
-    assert settings.precision == "auto" and not settings.tf32
-    assert resolve_precision(settings.precision, torch.device("cpu")) == "fp32"
-    with init_ranks(DistEnv(), recipe(train__tf32=True, parallel__device="cpu")):
-        assert torch.get_float32_matmul_precision() == "highest"  # a CPU has none: its bits stay
+MODEL = {"model__heads": 4, "model__kv_heads": 2, "model__position": "rope"}
+
+
+def struck(join, layout, name, kind):
+    """Three steps, of which the second has a NaN on rank 1 alone or on one stage: in a gradient, or
+    in the output of a module. Returns the steps that were bad, and whether the weights changed.
+    """
+    recipe = settings("fp64", "ddp", 2, 2, **MODEL, **layout, train__on_nonfinite="skip")
+    outcomes = []
+    with join(recipe) as ranks:
+        model, trainer = built(ranks, recipe)
+        parameters = dict(unwrap(model).named_parameters())
+        culprit = name in parameters and (ranks.rank == 1 or ranks.mesh.pp is not None)
+        for step in range(3):
+            before, hook = [p.detach().clone() for p in parameters.values()], None
+            if culprit and step == 1 and kind == "gradient":
+                hook = parameters[name].register_hook(lambda grad: grad * math.nan)
+            elif culprit and step == 1:
+                module = unwrap(model).get_submodule(name.removesuffix(".weight"))
+                hook = module.register_forward_hook(lambda _, __, output: output * math.nan)
+            train(ranks, recipe, trainer, range(step, step + 1))
+            if hook is not None:
+                hook.remove()
+            changed = not all(map(torch.equal, before, parameters.values()))
+            outcomes.append((trainer.bad_steps.read().bad, changed))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "kind"),
+    [
+        ({"tensor": 2}, "norm.weight", "gradient"),
+        ({"context": 2}, "norm.weight", "output"),
+        ({"pipeline": 2}, "blocks.0.attn.qkv.weight", "output"),
+    ],
+)
+def test_a_nan_on_one_rank_skips_the_update_of_all(layout, name, kind):
+    for outcomes in run_ranks(struck, 2, layout, name, kind):
+        assert outcomes == [(0, True), (1, False), (0, True)]
+
+
+def micro_batches(join, recipe: Recipe, free: list[int]) -> int:
+    with join(recipe) as ranks:
+        plan: Any = SimpleNamespace(recipe=recipe, run=None, resuming=False)
+        return batch_of(plan, ranks, 50257, free[join.rank]).micro_batch
+
+
+def test_ranks_with_unequal_free_memory_have_the_micro_batch_of_the_smallest():
+    recipe = Recipe.load("gpt2-124m", ["parallel.device=cpu", "train.precision=bf16"])
+    little, much = (run_ranks(micro_batches, 2, recipe, [n, n]) for n in (10**10, 6 * 10**10))
+    assert little[0] < much[0]
+    for free in ([10**10, 6 * 10**10], [6 * 10**10, 10**10]):
+        assert run_ranks(micro_batches, 2, recipe, free) == little

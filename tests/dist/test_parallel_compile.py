@@ -24,17 +24,16 @@ from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.loss import loss_tail
 from windlass.model.size import CHUNK_BYTES
-from windlass.parallel.connect import init_ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import parallelize, unwrap
-from windlass.parallel.precision import autocast
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.parallelize import autocast, parallelize, unwrap
+from windlass.parallel.ranks import Ranks, init_ranks
 
 VOCAB = 64
 SMALL = {"model__layers": 12, "model__heads": 2, "model__width": 16, "model__context": 32}
 LOW = {"parallel__strategy": "full_shard", "train__precision": "bf16"}
 FLOAT8 = {"train__precision": "float8", "model__width": 128}
 SELECTIVE = {"parallel__activation_checkpointing": "selective"}
+FULL = {"parallel__activation_checkpointing": "full"}
 Work = Callable[[Any, Ranks, Callable[..., None]], object]
 
 
@@ -92,34 +91,21 @@ def static(graph: torch.fx.GraphModule) -> bool:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        slow({"parallel__activation_checkpointing": "full"}),
-        {"parallel__activation_checkpointing": "selective"},
-        LOW,
-        slow(LOW | {"train__precision": "fp16", "parallel__activation_checkpointing": "full"}),
-        FLOAT8,
-        slow(LOW | FLOAT8),
-        slow(FLOAT8 | SELECTIVE),
-    ],
-    ids=[
-        *("one rank", "full", "selective", "FSDP2 in bf16", "FSDP2 in fp16, full"),
-        *("float8", "FSDP2 in float8", "float8, selective"),
-    ],
+    [{}, SELECTIVE, LOW, FLOAT8, slow(FULL), slow(LOW | FULL), slow(LOW | FLOAT8 | SELECTIVE)],
+    ids=str,
 )
 def test_all_blocks_are_one_graph(compiled, settings):
     (graph,) = compiled(lambda model, ranks, train: [train() for _ in range(2)], **settings)
     assert static(graph)
 
 
-def two_steps(join: Join, strategy: str) -> tuple[int, dict[str, int]]:
+def two_steps(join: Join, how: dict[str, Any]) -> tuple[int, dict[str, int]]:
     """The graphs of two steps and their breaks."""
     warnings.simplefilter("ignore")
     graphs, CHUNK_BYTES["cpu"] = CompileCounterWithBackend("eager"), 0
     torch.compile = partial(torch.compile, backend=graphs)
     counters.clear()
-    how = {"parallel__strategy": strategy, "parallel__bucket_mb": 0.005}
-    chosen = recipe(**SMALL, **how, train__compile=True)
+    chosen = recipe(**SMALL, **how, parallel__bucket_mb=0.005, train__compile=True)
     with join(chosen) as ranks:
         model = parallelize(build_model(chosen, VOCAB), ranks, chosen)
         initialise(unwrap(model), 1)
@@ -129,10 +115,18 @@ def two_steps(join: Join, strategy: str) -> tuple[int, dict[str, int]]:
     return len(graphs.graphs), dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
-def test_two_ranks_have_one_graph_for_all_blocks_and_one_for_the_loss(strategy):
-    """Also if the buckets of DDP end within blocks."""
-    assert run_ranks(two_steps, 2, strategy) == [(2, {})] * 2
+@pytest.mark.parametrize(
+    ("how", "graphs"),
+    [
+        ({"parallel__strategy": "ddp"}, 2),
+        ({"parallel__strategy": "full_shard"}, 2),
+        ({"parallel__tensor": 2, "model__activation": "swiglu"} | SELECTIVE, 1),
+    ],
+    ids=str,
+)
+def test_two_ranks_have_one_graph_for_all_blocks_and_one_for_the_loss(how, graphs):
+    """Also if the buckets of DDP end within blocks. The loss of a divided vocabulary has none."""
+    assert run_ranks(two_steps, 2, how) == [(graphs, {})] * 2
 
 
 def test_blocks_of_a_model_of_transformers_are_one_graph(compiled, tmp_path):
@@ -141,13 +135,11 @@ def test_blocks_of_a_model_of_transformers_are_one_graph(compiled, tmp_path):
     assert len(compiled(lambda model, ranks, train: train(), **hf, **LOW)) == 1
 
 
-@pytest.mark.parametrize(
-    "checkpointing", ["none", pytest.param("full", marks=pytest.mark.full), "selective"]
-)
-def test_rows_of_varying_length_break_no_graph(compiled, checkpointing):
+@pytest.mark.parametrize("settings", [{}, slow(FULL), SELECTIVE], ids=str)
+def test_rows_of_varying_length_break_no_graph(compiled, settings):
     graphs = compiled(
         lambda model, ranks, train: [train(2, length) for length in (32, 20, 9, 32, 11)],
-        parallel__activation_checkpointing=checkpointing,
+        **settings,
     )
     assert list(map(static, graphs)) == [True, False]
 
@@ -186,10 +178,10 @@ def documents_of(*lengths: int) -> Documents:
 VARYING = ((8, 24), (1, 1, 30), (32,), (4,) * 8, (2,) * 16)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])
-def test_varying_documents_compile_once(compiled, checkpointing):
+@pytest.mark.parametrize("settings", [{}, SELECTIVE], ids=str)
+def test_varying_documents_compile_once(compiled, settings):
     (graph,) = compiled(
         lambda model, ranks, train: [train(documents=documents_of(*n)) for n in VARYING],
-        parallel__activation_checkpointing=checkpointing,
+        **settings,
     )
     assert static(graph)

@@ -66,7 +66,8 @@ def in_stages(strategy: str, pipeline: int = 2, **more: Any) -> Cell:
 
 STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op")
 EVERY = [on(strategy) for strategy in STRATEGIES]
-DIVIDED = [on(tensor=2), on(context=2)]
+DIVIDED_BY = [{"tensor": 2}, {"context": 2}]
+DIVIDED = [on(**how) for how in DIVIDED_BY]
 STAGES = {
     2: [in_stages("ddp"), in_stages("full_shard")],
     4: [
@@ -136,6 +137,50 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[int, list[Cell]]]] = {
 }
 
 
+DROPOUT = {"model__dropout": 0.2, "train__micro_batch": 4}
+ONE_ROW = {"train__global_batch": 8, "train__micro_batch": 1, "train__grad_clip": 0.0}
+FOUR = [{"context": 4}, {"tensor": 2, "context": 2}, {"tensor": 2}]
+
+
+def recomputed(how: str) -> list[Cell]:
+    cells = [*(on("ddp", **layout) for layout in FOUR), on("full_shard", pipeline=2)]
+    return [cell | {"activation_checkpointing": how} for cell in cells]
+
+
+# What a plain loop does not have: our dropout and our optimizers.
+BESIDE_ONE_PROCESS: dict[str, tuple[dict[str, Any], dict[int, list[Cell]]]] = {
+    # masks are of attention by heads and by gathered keys, with padding at the end of the parts
+    "dropout": (OLD | DROPOUT, {4: [on("ddp", tensor=4), *recomputed("full")]}),
+    "dropout, new": (NEW | DROPOUT, {4: recomputed("selective")}),
+    # rows of 1 to 11 tokens, fewer than ranks and no multiple of them; in every context layout some
+    # rank has no unmasked label, and four rows of eight have none at all
+    "one row": (NEW | ONE_ROW, {4: [on("full_shard", tensor=2, context=2)]}),
+    "one row, other": (NEW | ONE_ROW, {4: [on("full_shard", **layout) for layout in FOUR]}),
+    "muon": (
+        NEW | {"optim__kind": "muon"},
+        {4: [on(s, **how) for s in ("shard_optim", "full_shard") for how in ({"tensor": 2}, {})]},
+    ),
+    "sgd": ({"optim__kind": "torch.optim.SGD"}, {4: [on("ddp", tensor=2), *EVERY]}),
+}
+# More than one data rank in each layout.
+SLOW = {
+    f"{strategy}, {name}": (
+        model,
+        {
+            4: [
+                *(on(strategy, n, **how) for how in (*DIVIDED_BY, {}) for n in (1, 2, 4)),
+                in_stages(strategy),
+            ]
+        },
+    )
+    for strategy in (*STRATEGIES, "hybrid_shard")
+    for name, model in (("old", OLD), ("new", NEW))
+}
+ALL = TRAININGS | BESIDE_ONE_PROCESS | SLOW
+NAMES = [(name, world) for name, (_, worlds) in ALL.items() for world in worlds]
+NAMES_SLOW = (*SLOW, "dropout, new", "one row, other")
+
+
 def check_cells(world: int, model: dict[str, Any], cells: list[Cell], wanted: Any = None) -> None:
     """Cells with equal layers have one reference, a plain loop unless `wanted` is given."""
     for layers in {cell.get("model__layers", 2) for cell in cells}:
@@ -157,61 +202,14 @@ def test_one_process_in_float64(plain, accumulation):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("name", "world"),
-    [(name, world) for name, (_, worlds) in TRAININGS.items() for world in worlds],
+    [pytest.param(*one, marks=[pytest.mark.full] * (one[0] in NAMES_SLOW)) for one in NAMES],
 )
 def test_trainings_in_float64(name, world):
-    model, worlds = TRAININGS[name]
-    check_cells(world, model, worlds[world])
-
-
-@pytest.mark.dist
-@pytest.mark.full
-@pytest.mark.parametrize("model", [OLD, NEW], ids=["old", "new"])
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid_shard"])
-def test_every_strategy_in_every_layout(strategy, model):
-    """More than one data rank in each layout."""
-    layouts = [{"tensor": 2}, {"context": 2}, {}]
-    cells = [on(strategy, number, **layout) for layout in layouts for number in (1, 2, 4)]
-    check_cells(4, model, [*cells, in_stages(strategy)])
-
-
-DROPOUT = {"model__dropout": 0.2, "train__micro_batch": 4}
-ONE_ROW = {"train__global_batch": 8, "train__micro_batch": 1, "train__grad_clip": 0.0}
-FOUR = [{"context": 4}, {"tensor": 2, "context": 2}, {"tensor": 2}]
-
-
-def recomputed(how: str) -> list[Cell]:
-    cells = [*(on("ddp", **layout) for layout in FOUR), on("full_shard", pipeline=2)]
-    return [cell | {"activation_checkpointing": how} for cell in cells]
-
-
-BESIDE_ONE_PROCESS = {
-    # masks are of attention by heads and by gathered keys, with padding at the end of the parts
-    "dropout": (OLD | DROPOUT, [on("ddp", tensor=4), *recomputed("full")]),
-    "dropout, new": (NEW | DROPOUT, recomputed("selective")),
-    # rows of 1 to 11 tokens, fewer than ranks and no multiple of them; in every context layout some
-    # rank has no unmasked label, and four rows of eight have none at all
-    "one row": (NEW | ONE_ROW, [on("full_shard", tensor=2, context=2)]),
-    "one row, other layouts": (NEW | ONE_ROW, [on("full_shard", **layout) for layout in FOUR]),
-    "muon": (
-        NEW | {"optim__kind": "muon"},
-        [on(s, **layout) for s in ("shard_optim", "full_shard") for layout in ({"tensor": 2}, {})],
-    ),
-    "sgd": ({"optim__kind": "torch.optim.SGD"}, [on("ddp", tensor=2), *EVERY]),
-}
-SLOW = ("dropout, new", "one row, other layouts")
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in BESIDE_ONE_PROCESS],
-)
-def test_trainings_beside_one_process(name):
-    """What a plain loop does not have: our dropout and our optimizers."""
-    model, cells = BESIDE_ONE_PROCESS[name]
-    [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
-    check_cells(4, model, cells, wanted)
+    model, worlds = ALL[name]
+    wanted = None
+    if name in BESIDE_ONE_PROCESS:
+        [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
+    check_cells(world, model, worlds[world], wanted)
 
 
 @pytest.mark.dist

@@ -20,17 +20,16 @@ from harness import FORK, recipe, tcp_store
 from helpers import process_state
 from windlass.errors import RunFailed, Stopped
 from windlass.parallel.collectives import sum_async
-from windlass.parallel.connect import init_process_group, init_store
 from windlass.parallel.env import DistEnv
 from windlass.parallel.heartbeat import Beat, behind
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.ranks import Ranks, init_store
 
 pytestmark = pytest.mark.dist
 HOST = socket.gethostname()
 
 
 class Ended(NamedTuple):
-    code: int | None  # None: it had to be killed, as it was suspended or hung
+    code: int | None  # None: it is suspended
     text: str
 
 
@@ -38,8 +37,8 @@ def end(
     fn: Callable[[Ranks], None],
     world: int,
     folder: Path,
-    missing=-1,
     joined=True,
+    missing=-1,
     **settings: float,
 ) -> list[Ended]:
     """How each forked rank ends that runs `fn`, `joined` in a process group or before.
@@ -55,12 +54,12 @@ def end(
         sys.stderr = os.fdopen(2, "w")
         env = DistEnv(rank, world, rank, world, addr="127.0.0.1", port=port)
         store, code, quick = tcp_store(env, listening), 0, recipe(**settings)
+        if rank == missing:
+            os.kill(os.getpid(), signal.SIGSTOP)
         try:
-            if rank == missing:
-                time.sleep(60)
             with init_store(env, quick, store) as ranks:
                 if joined:
-                    init_process_group(ranks, quick)
+                    ranks.connect(quick)
                 fn(ranks)
         except Stopped:
             code = 75
@@ -74,20 +73,15 @@ def end(
     for process in processes:
         process.start()
     listening.close()
-
-    def over(rank: int) -> bool:
-        process = processes[rank]
-        suspended = process_state(process.pid) == "T"
-        return rank == missing or process.exitcode is not None or suspended
-
     until, ended = time.monotonic() + 30, []
-    while time.monotonic() < until and not all(map(over, range(world))):
-        time.sleep(0.02)
+    for process in processes:
+        while process.exitcode is None and process_state(process.pid) != "T":
+            assert time.monotonic() < until
+            time.sleep(0.02)
     for rank, process in enumerate(processes):
-        code = process.exitcode
+        ended.append(Ended(process.exitcode, (folder / f"{rank}.txt").read_text()))
         process.kill()
         process.join()
-        ended.append(Ended(code, (folder / f"{rank}.txt").read_text()))
     return ended
 
 
@@ -137,7 +131,7 @@ def test_a_failure_before_the_groups_are_joined_ends_the_others(tmp_path: Path, 
             raise FileNotFoundError("no such corpus")
         if ranks.rank == 2:
             ranks.all_gather_object("data", 1)
-        init_process_group(ranks, recipe(**patient))
+        ranks.connect(recipe(**patient))
 
     began, patient = time.monotonic(), {"parallel__startup_timeout_seconds": 600}
     ended = end(fn, 3, tmp_path, joined=False, **patient)
@@ -150,6 +144,18 @@ def test_a_failure_before_the_groups_are_joined_ends_the_others(tmp_path: Path, 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path):
     for one in end(collective, 3, tmp_path, missing=1, parallel__startup_timeout_seconds=2)[::2]:
         assert one.code == 1 and "waited 2 s for rank 1" in one.text
+
+
+def test_a_store_that_ends_before_the_first_look_ends_the_others(tmp_path: Path):
+    def fn(ranks: Ranks) -> None:
+        if ranks.rank == 0:
+            os._exit(3)  # the store is in this process
+        time.sleep(60)
+
+    ended = end(fn, 2, tmp_path, joined=False)
+    assert [e.code for e in ended] == [3, 1]
+    assert f"the run lost rank 0 on {HOST}" in ended[1].text
+    assert "its store did not answer" in ended[1].text
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
@@ -190,18 +196,21 @@ def test_a_rank_that_misses_a_collective_ends_the_run_after_the_time_limit(tmp_p
     assert f"rank 1 on {HOST} at step 9, phase evaluation: for" in text
 
 
-def test_ranks_that_hang_in_a_kernel_are_ended_and_the_one_behind_is_named(tmp_path: Path):
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_ranks_that_hang_in_a_kernel_are_ended_and_the_one_behind_is_named(
+    tmp_path: Path, culprit: int
+):
     """As under NCCL: no collective of the host raises, and every heartbeat goes on."""
 
     def fn(ranks: Ranks) -> None:
         ranks.device = torch.device("cuda", 0)
-        ranks.mark(12, "backward" if ranks.rank == 1 else "step")
+        ranks.mark(12, "backward" if ranks.rank == culprit else "step")
         ranks.set_timeout(1.0)
         time.sleep(60)
 
     ended = end(fn, 3, tmp_path, parallel__heartbeat_seconds=0.1)
     assert [e.code for e in ended] == [1, 1, 1]
-    place = f"lost rank 1 on {HOST} at step 12, phase backward"
+    place = f"lost rank {culprit} on {HOST} at step 12, phase backward"
     for one in ended:
         assert f"{place}: no progress for 1 s" in one.text, one.text
         assert "parallel.timeout_seconds" in one.text

@@ -13,8 +13,7 @@ from harness import Join, recipe, run_ranks
 from toy import micro_batch, toy
 
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import parallelize, sync_gradients, unwrap
-from windlass.parallel.precision import LOW, autocast
+from windlass.parallel.parallelize import LOW, autocast, parallelize, sync_gradients, unwrap
 
 pytestmark = pytest.mark.dist
 
@@ -25,7 +24,7 @@ def same_pass_twice(join: Join) -> list[torch.Tensor]:
     """The gradients of the first two passes of DDP over the same samples, in float32."""
     settings = recipe(parallel__strategy="ddp")
     with join(settings) as ranks:
-        model = parallelize(toy(dtype=torch.float32), ranks, settings)
+        model = parallelize(toy(), ranks, settings)
         assert all(p.grad is None for p in model.parameters())
         grads = []
         for _ in range(2):
@@ -45,11 +44,11 @@ def test_the_first_step_after_a_start_adds_gradients_as_later_ones_do():
 
 def differing(join: Join) -> dict[str, bool]:
     """Whether a user's model, made differently on each rank, comes out as rank 0's."""
-    same, wanted = {}, toy(seed=0, dtype=torch.float32)
+    same, wanted = {}, toy()
     for strategy in ("ddp", "full_shard", "hybrid_shard"):
         settings = recipe(parallel__strategy=strategy)
         with join(settings) as ranks:
-            mine = toy(seed=join.rank, dtype=torch.float32)
+            mine = toy(join.rank)
             mine.shift += join.rank
             model = unwrap(parallelize(mine, ranks, settings))
             values = {name: gathered(p) for name, p in model.named_parameters()}
@@ -70,7 +69,7 @@ def low_precision(join: Join) -> dict[tuple[str, str], Any]:
             used = "single" if strategy == "rounded" else strategy
             settings = recipe(train__precision=precision, parallel__strategy=used)
             with join(settings) as ranks:
-                bare = toy(dtype=torch.float32)
+                bare = toy()
                 for p in bare.parameters() if strategy == "rounded" and precision != "fp32" else ():
                     p.data = p.data.to(LOW[precision]).float()
                 model = parallelize(bare, ranks, settings)
@@ -116,7 +115,7 @@ def embeddings_gradient(join: Join, world_strategy: str) -> torch.Tensor:
     """The gradient of the embedding of a token that occurs 2,000 times, untied from the head."""
     settings = recipe(train__precision="bf16", parallel__strategy=world_strategy)
     with join(settings) as ranks:
-        model = parallelize(toy(dtype=torch.float32, tied=False), ranks, settings)
+        model = parallelize(toy(tied=False), ranks, settings)
         tokens = torch.ones(2, 1000 // join.world, dtype=torch.int64)
         with sync_gradients(model, ranks.strategy, True), autocast(settings, ranks.device):
             loss = model(tokens, tokens + 1)

@@ -15,11 +15,10 @@ from windlass.errors import UserError
 from windlass.model.build import build_model
 from windlass.model.size import stage_layers
 from windlass.parallel.parallelize import counted, parallelize, unwrap
-from windlass.parallel.pipeline import needs, order, timetable
+from windlass.parallel.pipeline import Task, timetable
 from windlass.recipe.network import ModelSettings
 
-TIED = {"model__layers": 5}
-TWO = {"accumulation": 4, "pipeline": 2, **TIED}
+TWO = {"accumulation": 4, "pipeline": 2, "model__layers": 5}
 
 
 def norm_of_one_stage(join, recipe):
@@ -54,13 +53,12 @@ def test_a_tied_table_has_one_gradient_and_counts_once():
 
 
 def rejected(join):
-    recipe = settings("fp64", "ddp", 2, **TWO)
-    with join(recipe) as ranks:
-        frozen = ["blocks.[0-2].*", "embedding.*", "positions.*"]
-        recipe = recipe.replace({"model.freeze": frozen, "model.tie_head": False})
-        assert stage_layers(recipe.model, VOCAB, 2)[0] == 3
-        with pytest.raises(UserError, match=r"model\.freeze.*stage 0 of 2"):
-            parallelize(build_model(recipe, VOCAB), ranks, recipe)
+    recipe = settings("fp64", "ddp", 2, **TWO, model__tie_head=False)
+    frozen = ["blocks.[0-2].*", "embedding.*", "positions.*"]
+    assert stage_layers(recipe.model, VOCAB, 2)[0] == 3
+    with join(recipe) as ranks, pytest.raises(UserError, match=r"model\.freeze.*stage 0 of 2"):
+        recipe = recipe.replace({"model.freeze": frozen})
+        parallelize(build_model(recipe, VOCAB), ranks, recipe)
 
 
 @pytest.mark.dist
@@ -68,23 +66,25 @@ def test_models_without_stages_are_rejected():
     run_ranks(rejected, 2)
 
 
+def needs(task: Task, stages: int) -> set[Task]:
+    """The tasks whose results a task takes."""
+    before = task.stage + 1 if task.backward else task.stage - 1
+    needed = {task._replace(stage=before)} if 0 <= before < stages else set()
+    return needed | ({task._replace(backward=False)} if task.backward else set())
+
+
 def test_timetables_have_each_task_once_after_what_it_needs():
     for stages, count in itertools.product((2, 3, 4, 8), range(1, 18)):
-        ticks, done = timetable(stages, count), set()
-        for tick in ticks:
-            tasks = {task for task in tick if task is not None}
-            for task in tasks:
-                assert needs(task, stages) <= done
-                assert tick[task.stage] == task
-            assert not tasks & done
-            done |= tasks
-        assert len(done) == 2 * stages * count
+        ticks, done, held, most = timetable(stages, count), set(), 0, 0
         assert len(ticks) == 2 * (count + stages - 1)  # no waiting but the bubble
-        held, most = 0, 0
-        for task in order(0, stages, count):
-            held += -1 if task.backward else 1
+        for tasks in ticks:
+            assert len({task.stage for task in tasks}) == len(tasks)
+            assert all(needs(task, stages) <= done for task in tasks) and not done & set(tasks)
+            done |= set(tasks)
+            held += sum(-1 if task.backward else 1 for task in tasks if task.stage == 0)
             most = max(most, held)
-        assert most == min(stages, count)
+        assert len(done) == 2 * stages * count
+        assert most == min(stages, count)  # inputs that the first stage holds
 
 
 def test_blocks_are_divided_by_their_cost():

@@ -4,9 +4,7 @@ gone, moved or changed, and every verb that reads one.
 
 import json
 import math
-import os
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from huggingface_hub import constants
 
 sys.path.append(str(Path(__file__).parents[1] / "dist"))
 
-from harness import Join, run_ranks
+from harness import train_on_ranks
 
 import hf_fixtures
 from helpers import curve, refused, windlass
@@ -104,14 +102,13 @@ def move(base: Path) -> str:
     return f"checkpoint.base={base.with_name('moved')}"
 
 
-def change(base: Path) -> os.stat_result:
-    """Change a byte of the base's weights; how the file looked before."""
+def change(base: Path) -> Path:
+    """Change a byte of the base's weights; calling it again puts it back."""
     file = sorted(base.glob("*.safetensors"))[-1]
-    before, data = file.stat(), bytearray(file.read_bytes())
+    data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
-    return before
+    return file
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -172,13 +169,14 @@ def test_without_its_base_every_verb_says_what_to_do_and_with_its_new_place_work
 def test_another_base_in_its_place_is_refused(base: Path, call: Call) -> None:
     wanted = recipe(base, "run", **ADAPTERS)
     run = train(wanted, stop_at=2)
+    branch = train(wanted.replace(f"run.dir={base.parent / 'b'}"), branch_from=f"{run.path}@2")
+    assert at(branch).manifest.base == at(run, 2).manifest.base
     assert call("checkpoints", run.path, "--verify").count("every byte good") == 2
-    change(base)
+    file = change(base)
     for verb in (lambda: train(wanted), lambda: generate(run, "the"), lambda: load_model(run)):
         with refused("SHA-256", str(base), "checkpoint.base=DIR"):
             verb()
     assert list_checkpoints(run.path).checkpoints[0]["problem"] == ""
-    file = sorted(base.glob("*.safetensors"))[-1]
     call("checkpoints", run.path)
     output = call("checkpoints", run.path, "--verify", code=1)
     assert f"base {base} is bad" in output and file.name in output
@@ -214,13 +212,8 @@ def test_a_base_of_the_hub_is_found_by_its_commit(
     with refused("some/tiny", "checkpoint.base=DIR"):
         load_model(run)
     call("checkpoints", run.path, "--verify", code=1)
-    assert load_model(run, overrides=[f"checkpoint.base={copy_of(cache, other)}"])
-
-
-def copy_of(cache: Path, commit: str) -> Path:
-    """The base as it was, in a directory of its own."""
-    change(shutil.copytree(cache / "snapshots" / commit, cache / "copy"))  # the byte again
-    return cache / "copy"
+    change(copy := shutil.copytree(cache / "snapshots" / other, cache / "copy"))
+    assert load_model(run, overrides=[f"checkpoint.base={copy}"])
 
 
 def test_a_checkpoint_with_its_base_needs_nothing_else(base: Path) -> None:
@@ -259,48 +252,19 @@ def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
     assert at(source).tensor(first).any() and curve(runs[0])[0][1] < curve(source)[0][1]
 
 
-def test_a_branch_has_the_base_again(base: Path) -> None:
-    wanted = recipe(base, "run", **ADAPTERS)
-    run = train(wanted, stop_at=2)
-    there = train(wanted.replace(f"run.dir={base.parent / 'branch'}"), branch_from=f"{run.path}@2")
-    assert at(there).manifest.base == at(run, 2).manifest.base
-
-
-def rank(join: Join, wanted: Recipe, port: int, how: dict[str, Any]) -> None:
-    os.environ |= {"RANK": str(join.rank), "WORLD_SIZE": str(join.world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    train(wanted, **how)
-
-
-def train_on(world: int, wanted: Recipe, **how: Any) -> Run:
-    """Train with forked ranks: the libraries are imported once, here."""
-    import peft  # noqa: F401
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    run_ranks(rank, world, wanted, port, how, timeout=200)
-    return Run(wanted.run_dir)
-
-
-TENSOR = "parallel.tensor=2"
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("kind", "before", "after"),
+    ("kind", "world", "before", "then", "after"),
     [
-        ("lora", (2, "parallel.strategy=full_shard"), (1, "parallel.strategy=auto")),
-        ("dropout", (1, "parallel.strategy=auto"), (2, "parallel.strategy=full_shard")),
-        ("freeze", (2, TENSOR), (1, "parallel.tensor=1")),
-        ("freeze", (2, "parallel.strategy=shard_optim"), (2, TENSOR)),
-        pytest.param(
-            *("4bit", (2, "parallel.strategy=full_shard"), (1, "parallel.strategy=auto")),
-            marks=needs_4bit,
-        ),
+        ("lora", 2, "strategy=full_shard", 1, "strategy=auto"),
+        ("dropout", 1, "strategy=auto", 2, "strategy=full_shard"),
+        ("freeze", 2, "tensor=2", 1, "tensor=1"),
+        ("freeze", 2, "strategy=shard_optim", 2, "tensor=2"),
+        pytest.param("4bit", 2, "strategy=full_shard", 1, "strategy=auto", marks=needs_4bit),
     ],
 )
 def test_other_ranks_and_strategies_continue_it(
-    kind: str, before: tuple[int, str], after: tuple[int, str], base: Path
+    kind: str, world: int, before: str, then: int, after: str, base: Path
 ) -> None:
     """Adapters bit for bit as they were saved, beside the base's own weights; and the losses of one
     process."""
@@ -308,7 +272,7 @@ def test_other_ranks_and_strategies_continue_it(
     how = exact, "train.micro_batch=2"  # masks of dropout follow from the micro-batch
     wanted = recipe(base, "run", *how, **KINDS[kind])
     straight = train(recipe(base, "straight", *how, **KINDS[kind]))
-    first = train_on(before[0], wanted.replace(before[1]), stop_at=2)
+    first = train_on_ranks(wanted.replace(f"parallel.{before}"), world, stop_at=2)
     fresh = build_model(wanted, 0, device="cpu")
     initialise(fresh, wanted.run.seed)
     loaded = dict(load(f"{first.path}@2", device="cpu").named_parameters())
@@ -317,7 +281,7 @@ def test_other_ranks_and_strategies_continue_it(
             assert torch.equal(loaded[name], at(first, 2).tensor(f"model/{name}")), name
         else:
             assert torch.equal(loaded[name], parameter.to(loaded[name].dtype)), name
-    run = train_on(after[0], wanted.replace(after[1]))
+    run = train_on_ranks(wanted.replace(f"parallel.{after}"), then)
     tolerance = 1e-5 if exact.endswith("fp32") else 1e-12
     losses = [loss for _, loss in curve(straight, "loss")]
     assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=tolerance)

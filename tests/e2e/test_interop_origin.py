@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_checkpoint_base import TEXT, base, recipe  # noqa: F401
 
 import hf_fixtures
 from helpers import refused, windlass
@@ -18,33 +19,7 @@ from windlass.evaluation.api import evaluate
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import Source, alone, find_source, load_model, open_model
 from windlass.interop.export import export
-from windlass.recipe import Recipe
 from windlass.run import Run
-
-TEXT = "the cat sat on the mat and the dog ran after the cat " * 60
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    hf_fixtures.save("llama", tmp_path / "base", num_hidden_layers=2)
-    (tmp_path / "text.txt").write_text(TEXT)
-    return hf_fixtures.save_tokenizer([TEXT], tmp_path / "base")
-
-
-def recipe(base: Path, name: str, **model: Any) -> Recipe:
-    folder = base.parent
-    data = {"source": str(folder / "text.txt"), "dir": str(folder / "data")}
-    tree = {
-        "preset": "origin",
-        "model": {"kind": "hf", "name": str(base), "context": 32, **model},
-        "data": {**data, "tokenizer": f"hf:{base}"},
-        "train": {"steps": 4, "global_batch": 4},
-        "optim": {"lr": 1e-3},
-        "checkpoint": {"every": 0},
-        "telemetry": {"every": 1},
-        "run": {"dir": str(folder / name)},
-    }
-    return Recipe.model_validate(tree)
 
 
 def sources(base: Path, *overrides: str) -> Source:
@@ -65,7 +40,7 @@ def test_a_run_resumes_and_is_used_where_its_base_is_gone(base):
 
     generation = {"temperature": 0.5, "do_sample": True, "eos_token_id": 0}
     (base / "generation_config.json").write_text(json.dumps(generation))
-    whole, halves = recipe(base, "whole"), recipe(base, "halves")
+    whole, halves = (recipe(base, name, "eval.every=4") for name in ("whole", "halves"))
     train(whole)
     train(halves, stop_at=2)
     digest = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()
@@ -132,7 +107,7 @@ def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported
         assert torch.equal(
             load_model(base, overrides=[REMOTE], device="cpu")(tokens), model(tokens)
         )
-    run = recipe(base, "run", trust_remote_code=True).replace("train.steps=1")
+    run = recipe(base, "run", "train.steps=1", trust_remote_code=True)
     train(run)
     out = export(run.run_dir, base.parent / "out")
     assert (out / "odd.py").read_bytes() == (base / "odd.py").read_bytes()
@@ -151,7 +126,7 @@ def test_text_alone_trains_a_model_of_images_and_leaves_the_rest_alone(lora, tmp
 
     base = hf_fixtures.save_tokenizer([TEXT], hf_fixtures.save_gemma3(tmp_path / "base"))
     (tmp_path / "text.txt").write_text(TEXT)
-    wanted = recipe(base, "run", lora={"rank": lora}).replace("train.steps=2", "optim.lr=1e-2")
+    wanted = recipe(base, "run", "train.steps=2", lora={"rank": lora})
     (tmp_path / "recipe.toml").write_text(wanted.toml())
     output = windlass("train", tmp_path / "recipe.toml", "--world", "2").stdout
     assert "model.vision_tower, model.multi_modal_projector" in output

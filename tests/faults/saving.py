@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from windlass.checkpoint import choose, commit
-from windlass.checkpoint.choose import Policy
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import Box, Shard, shard_of
+from windlass.checkpoint.state_dict import Box, Shard, shard_of
 from windlass.fileio import Files
 from windlass.model.sharding import Cut, Peers, with_cut
+from windlass.recipe.settings import CheckpointSettings
 
 SHAPES = {
     "model/a": (12, 4),  # rows of queries, keys and values
@@ -120,11 +120,14 @@ def prepared(run: Path, *steps: int, **options: Any) -> Path:
 
 
 def save_all(directory: Path, step: int, files: Any = None, world: int = 1, **options: Any) -> Save:
-    """One save by all ranks, each in a thread; the outcome of rank 0."""
+    """One save by all ranks, each in a thread, with `files` for all or for each; the outcome of rank
+    0.
+    """
     outcomes = dict[int, Save]()
 
     def rank(number: int) -> None:
-        outcomes[number] = save(directory, step, files, number, world, **options)
+        own = files[number] if isinstance(files, list) else files
+        outcomes[number] = save(directory, step, own, number, world, **options)
 
     places()  # here, because it sets up process groups
     others = [threading.Thread(target=rank, args=[n], daemon=True) for n in range(1, world)]
@@ -143,9 +146,8 @@ def save(
     """One save from begin to end, in this thread; raises nothing."""
     # 2048: a tenth of the operations, for each rank
     commit.PIECE_BYTES = 128 if world < GRID else 2048
-    options = {"background": False, **options}
-    policy = Policy(last=options.pop("keep", 2))
-    writer = Writer(directory, rank, world, files=files or Files(), policy=policy, **options)
+    settings = CheckpointSettings(keep_last=options.pop("keep", 2), background=False)
+    writer = Writer(directory, rank, world, files=files or Files(), settings=settings, **options)
     writer.write(step, state(step, rank, world), {"step": step}, {"data": "x"})
     [outcome] = writer.poll()
     return outcome
@@ -262,17 +264,6 @@ def each_rank(
 
 def count_of_ranks(folder: Path, world: int = 2) -> list[int]:
     """The operations of each rank: they depend on nothing but the save."""
-    run = prepared(folder / "count", 1, world=world)
-
-    class Counter(Files):
-        def __init__(self, rank: int):
-            self.path = run / f"count-{rank}"
-
-        def about_to(self, operation, path, output=None, data=None):
-            with self.path.open("a") as file:
-                file.write(operation[0])
-
-    for child in each_rank(run / "checkpoints", 2, Counter, world, deadline=20):
-        assert ended(child) == 0
-    assert not any((run / f"error-{rank}").read_text() for rank in range(world))
-    return [(run / f"count-{rank}").stat().st_size for rank in range(world)]
+    run, recorders = prepared(folder / "count", 1, world=world), [Recorder() for _ in range(world)]
+    assert not save_all(run / "checkpoints", 2, recorders, world, deadline=20).error
+    return [len(recorder.log) for recorder in recorders]

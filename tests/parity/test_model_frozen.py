@@ -12,8 +12,7 @@ from helpers import curve, refused
 from windlass import train
 from windlass.interop.export import export
 from windlass.model.build import build_model, read_sizes
-from windlass.parallel.parallelize import checkpoint_activations
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast, checkpoint_activations
 from windlass.recipe import RecipeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

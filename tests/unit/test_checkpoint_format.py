@@ -17,9 +17,9 @@ import torch
 from helpers import refused
 from windlass.checkpoint import choose
 from windlass.checkpoint import format as format_
-from windlass.checkpoint.format import Checkpoint, Damaged, open_checkpoint
+from windlass.checkpoint.format import Checkpoint, Damaged, Manifest, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import shard_of
+from windlass.checkpoint.state_dict import shard_of
 from windlass.errors import UserError
 
 Change = Callable[[Any], Any]
@@ -28,10 +28,10 @@ FILES = ("rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha2
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    writer = Writer(tmp_path / "run" / "checkpoints", background=False)
+    writer = Writer(tmp_path / "run" / "checkpoints")
     state = shard_of({"model/x": torch.arange(12.0).reshape(4, 3)})
     writer.write(4, state, {"step": 4}, {"recipe": "1a2b"})
-    return writer.poll()[0].path
+    return writer.wait()[0].path
 
 
 def seal(path: Path, manifest: bytes) -> None:
@@ -91,9 +91,7 @@ BAD: dict[str, tuple[Change, str]] = {
 def test_a_wrong_manifest_is_refused_by_name(checkpoint: Path, name: str) -> None:
     change, where = BAD[name]
     rewrite(checkpoint, change)
-    with refused(where, "manifest.json", error=Damaged):
-        format_.read_manifest(checkpoint)
-    with pytest.raises(UserError):
+    with refused(where, "manifest.json"):
         open_checkpoint(checkpoint, deep=False)
 
 
@@ -103,7 +101,7 @@ def test_each_file_is_verified_by_one_rank(checkpoint: Path) -> None:
         (checkpoint / f"rank-{i:05d}.safetensors").write_bytes(data := bytes([i]) * size)
         files[f"rank-{i:05d}.safetensors"] = info_of(data)
     tree = json.loads((checkpoint / "manifest.json").read_text()) | {"tensors": {}, "aliases": {}}
-    manifest = format_.parse(json.dumps(tree | {"files": {**tree["files"], **files}}).encode())
+    manifest = Manifest.model_validate(tree | {"files": {**tree["files"], **files}})
     for name, info in files.items():
         data = (checkpoint / name).read_bytes()
         (checkpoint / name).write_bytes(b"?" * info["size"])

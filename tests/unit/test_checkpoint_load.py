@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from helpers import kept, refused
-from windlass import cli
 from windlass.checkpoint.choose import (
     LINEAGE,
     Lineage,
-    Policy,
     choose_checkpoint,
     find_checkpoint,
     lineage_at,
@@ -24,17 +22,19 @@ from windlass.checkpoint.choose import (
     write_lineage,
 )
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import shard_of
+from windlass.checkpoint.state_dict import shard_of
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
+from windlass.recipe.settings import CheckpointSettings
 
 
-def saved(run: Path, *steps: int) -> Path:
-    writer = Writer(run / "checkpoints", background=False)
+def saved(run: Path, *steps: int, **how: Any) -> Path:
+    """Save steps one after the other, with further arguments of `Writer` in `how`."""
+    writer = Writer(run / "checkpoints", **how)
     for step in steps:
         writer.write(step, shard_of({"model/x": torch.ones(50)}), {"step": step})
-        assert not writer.poll()[0].error
+        assert not writer.wait()[0].error
     return run
 
 
@@ -60,13 +60,10 @@ def test_a_damaged_checkpoint_takes_no_place_of_a_good_one(tmp_path):
     damage(at(run, 10))
     choice = choose_checkpoint(run)
     assert choice is not None and choice.step == 5
-    policy, damaged = Policy(last=2), {one.serial for one in choice.passed_over}
-    writer = Writer(run / "checkpoints", background=False, policy=policy, damaged=damaged)
+    settings, damaged = CheckpointSettings(keep_last=2), {one.serial for one in choice.passed_over}
     for step, left in ((15, [5, 10, 15]), (20, [10, 15, 20])):
-        writer.write(step, shard_of({"model/x": torch.ones(50)}), {"step": step})
-        assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
-            f"step-{one:08d}" for one in left
-        ]
+        saved(run, step, settings=settings, damaged=damaged)
+        assert sorted((run / "checkpoints").iterdir()) == [at(run, one) for one in left]
 
 
 def back_to(run: Path, step: int) -> Lineage:
@@ -164,39 +161,29 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def test_the_list_says_why_each_is_kept_and_verify_what_is_damaged(run: Path, capsys: Any) -> None:
+def test_the_list_says_why_each_is_kept_and_verify_what_is_damaged(run: Path, call: Any) -> None:
     assert kept(run) == {10: ["best"], 20: ["every"], 30: ["last"]}
     damage(at(run, 20))
-    code, text = invoke(capsys, run)
-    lines = text.splitlines()
-    assert code == 0 and lines[0].split() == "step saved (UTC) size loss kept because state".split()
+    lines = call("checkpoints", run)[0].splitlines()
+    assert lines[0].split() == "step saved (UTC) size loss kept because state".split()
     assert [line.split()[0] for line in lines[1:4]] == ["10", "20", "30"]
     assert all(word in lines[1] for word in ("2.0000", "best", "whole"))
     assert "--verify" in lines[4]
-    code, text = invoke(capsys, run, "--verify")
-    assert code == 1 and "BAD" in text and text.count("every byte good") == 2
-    code, text = invoke(capsys, run, "--verify", "--json")
-    rows = json.loads(text)["checkpoints"]
-    assert code == 1 and [bool(row["problem"]) for row in rows] == [False, True, False]
+    text, _ = call("checkpoints", run, "--verify", code=1)
+    assert "BAD" in text and text.count("every byte good") == 2
+    rows = json.loads(call("checkpoints", run, "--verify", "--json", code=1)[0])["checkpoints"]
+    assert [bool(row["problem"]) for row in rows] == [False, True, False]
     assert rows[2]["bytes"] > 0 and rows[2]["kept"] == ["last"]
     assert rows[0]["scores"] == {"loss": 2.0}
     assert rows[2]["scores"] == {"loss": None}, "of step 30 there is no evaluation"
 
 
-def test_temporary_directories_do_not_count(run: Path, capsys: Any) -> None:
+def test_temporary_directories_do_not_count(run: Path, call: Any) -> None:
     (at(run, 30) / "manifest.sha256").unlink()
     (run / "checkpoints" / ".saving-00000040-a-1").mkdir()
     listed = list_checkpoints(run)
     assert [row["step"] for row in listed.checkpoints] == [10, 20]
-    code, text = invoke(capsys, run)
-    assert code == 0 and "2 checkpoints" in text
-    assert invoke(capsys, run.parent / "nothing")[0] == 2
+    assert "2 checkpoints" in call("checkpoints", run)[0]
+    call("checkpoints", run.parent / "nothing", code=2)
     shutil.rmtree(run / "checkpoints")
-    code, text = invoke(capsys, run)
-    assert code == 0 and "no checkpoint yet" in text
-
-
-def invoke(capsys: Any, *arguments: str | Path) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["checkpoints", *map(str, arguments)])
-    return int(ended.value.code or 0), capsys.readouterr().out
+    assert "no checkpoint yet" in call("checkpoints", run)[0]

@@ -2,6 +2,7 @@
 library reads.
 """
 
+import itertools
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,8 +18,7 @@ from torch import nn
 from helpers import refused
 from windlass.checkpoint.format import DTYPES, Checkpoint, names_in, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import Shard, shard_of
-from windlass.checkpoint.state_dict import gather_shard, restore
+from windlass.checkpoint.state_dict import Box, Shard, gather_shard, restore, shard_of
 from windlass.fileio import Files
 
 
@@ -89,44 +89,37 @@ def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
     end = 2 if dtype == torch.bool else 255
     raw = torch.randint(0, end, (5, 3, dtype.itemsize), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(5, 3)
-    state = shard_of({"x": tensor.t(), "s": tensor[0, 0], "odd": raw[:1, 0, 0]})
+    tensors = {"x": tensor.t(), "s": tensor[0, 0], "odd": raw[:1, 0, 0], "empty": tensor[:0]}
+    state = shard_of(tensors)
     checkpoint = open_checkpoint(commit(Writer(tmp_path / "checkpoints"), 1, state))
     transposed = tensor.t().contiguous()
     assert torch.equal(checkpoint.tensor("x").view(torch.uint8), transposed.view(torch.uint8))
     assert torch.equal(checkpoint.tensor("s").view(-1).view(torch.uint8), raw[0, 0])
+    assert checkpoint.tensor("empty").shape == (0, 3) and checkpoint.dtype("empty") == dtype
 
 
-class Odd(nn.Module):
-    """Tensors that are hard to copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = torch.arange(6)
-        buffers = {
-            "transposed": torch.rand(4, 3).double().t(),
-            "empty": torch.zeros(0, 3, dtype=torch.float16),
-            "scalar": torch.tensor(2.5),
-            "mask": torch.tensor([True, False]),
-            "count": torch.tensor(7),
-            "low": torch.rand(2, 2).to(torch.float8_e4m3fn),
-            "brain": torch.rand(3).bfloat16(),
-            "one": shared[:4],
-            "other": shared[2:],
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer)
-
-
-def test_odd_buffers_come_back(tmp_path):
-    model, other = Odd(), Odd()
-
-    def raw(tensor: torch.Tensor) -> bytes:
-        return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-    restore(save(tmp_path, model), other)
-    restored = other.state_dict()
-    for name, tensor in model.state_dict().items():
-        assert restored[name].dtype == tensor.dtype and raw(restored[name]) == raw(tensor), name
+@pytest.mark.parametrize(
+    "cuts", [([0, 6], [0, 1, 4, 5], [0, 7]), ([0, 1, 6], [0, 2, 5], [0, 6, 7])]
+)
+def test_any_box_is_read_from_any_boxes(tmp_path, cuts):
+    shape = tuple(ends[-1] for ends in cuts)
+    whole = torch.randn(shape, dtype=torch.float64)
+    boxes = list[Box]()
+    for cell in itertools.product(*map(itertools.pairwise, cuts)):
+        starts, stops = zip(*cell, strict=True)
+        boxes.append(Box("x", whole[tuple(map(slice, starts, stops))], shape, starts))
+    path = commit(Writer(tmp_path / "checkpoints"), 1, Shard(boxes[::-1], {}))
+    checkpoint = open_checkpoint(path)
+    assert torch.equal(checkpoint.tensor("x"), whole)
+    for low in itertools.product((0, 3), (0, 2), (0, 1, 5)):
+        for high in itertools.product((4, 6), (3, 5), (6, 7)):
+            wanted = whole[tuple(map(slice, low, high))]
+            target = torch.full(wanted.shape, torch.nan, dtype=torch.float64)
+            checkpoint.read_into("x", low, target)
+            assert torch.equal(target, wanted)
+            spread = torch.full(wanted.shape[::-1], torch.nan, dtype=torch.float64).permute(2, 1, 0)
+            checkpoint.read_into("x", low, spread)  # into memory in another order
+            assert torch.equal(spread, wanted)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from helpers import refused
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.quantised import Float8Linear, use_float8
-from windlass.parallel.connect import init_ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import parallelize
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast, parallelize
+from windlass.parallel.ranks import init_ranks
 from windlass.recipe import Recipe
 
 CPU = torch.device("cpu")

@@ -1,11 +1,12 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from helpers import refused
-from windlass.parallel.connect import choose_device, interface_to
 from windlass.parallel.env import DistEnv, by_hosts, detect_env
+from windlass.parallel.ranks import address_to, choose_device
 
 
 def variables(text: str) -> dict[str, str]:
@@ -22,6 +23,17 @@ OURS = variables(
 )
 OPEN_MPI = variables("OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4")
 BY_HAND = variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=29500")
+OPEN_MPI_HERE = OPEN_MPI | variables(
+    "OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
+)
+OPEN_MPI_PBS = OPEN_MPI | variables(
+    "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 PBS_JOBID=77.pbs"
+)
+MPICH = variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2")
+PALS = variables(
+    "PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4 PALS_NODEID=1 "
+    "PALS_APID=aa-1"
+)
 
 
 def slurm(rank: int, **more: str) -> dict[str, str]:
@@ -58,19 +70,6 @@ def test_a_plain_process(environ: str):
 
 
 @pytest.mark.parametrize(
-    ("environ", "env"),
-    [
-        (TORCHRUN, DistEnv(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)),
-        (TORCHRUN | slurm(1), DistEnv(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)),
-        (OURS, DistEnv(1, 2, 1, 2, 0, 1, "windlass", "127.0.0.1", 4711, 3)),
-        (BY_HAND, DistEnv(1, 2, 1, 2, 0, 1, "environment", "h", 29500)),
-    ],
-)
-def test_torchrun_our_own_launcher_and_variables_set_by_hand(environ: dict[str, str], env: DistEnv):
-    assert detect_env(environ) == env
-
-
-@pytest.mark.parametrize(
     ("environ", "says"),
     [
         ({"RANK": "0"}, "WORLD_SIZE"),
@@ -92,71 +91,53 @@ def test_half_an_environment_is_refused(environ: dict[str, str], says: str):
         detect_env(environ)
 
 
-def test_srun_with_unequal_hosts():
+def test_srun_inside_and_around_other_launchers():
     envs = [detect_env(slurm(rank)) for rank in range(5)]
-    assert [env.rank for env in envs] == list(range(5))
-    places = [(env.node, env.local_rank, env.local_world) for env in envs]
-    assert places == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 1)]
-    common = {(env.world, env.nodes, env.launcher, env.addr) for env in envs}
-    assert common == {(5, 3, "slurm", "gpu07")}
-    assert len({env.port for env in envs}) == 1
-    assert 15_000 <= envs[0].port < 30_000
+    assert len({env.port for env in envs}) == 1 and 15_000 <= envs[0].port < 30_000
     assert detect_env(slurm(3, PMI_RANK="3", PMI_SIZE="5")) == envs[3]  # PMI of srun's own
     # srun started mpiexec's proxies, one a host
     mpich = detect_env(slurm(0, PMI_RANK="0", PMI_SIZE="10", PMI_LOCAL_SIZE="4"))
     assert (mpich.launcher, mpich.world, mpich.local_world) == ("mpi", 10, 4)
 
 
-def test_srun_ports_differ_between_jobs_and_steps_and_can_be_chosen():
+def test_ports_differ_between_jobs_and_steps_and_can_be_chosen():
     places = itertools.product("123", "01")
     envs = [slurm(0, SLURM_JOB_ID=job, SLURM_STEP_ID=step) for job, step in places]
     ports = {detect_env(environ).port for environ in envs}
     assert len(ports) == 6
+    other = OPEN_MPI_HERE | {"PMIX_NAMESPACE": "ns-2"}
+    assert detect_env(OPEN_MPI_HERE).port != detect_env(other).port
     chosen = detect_env(slurm(0, MASTER_PORT="31000", MASTER_ADDR="login", SLURM_RESTART_COUNT="2"))
     assert (chosen.addr, chosen.port, chosen.attempt) == ("login", 31000, 2)
 
 
-def test_open_mpi_on_one_host_and_on_many_under_pbs(tmp_path):
-    local = OPEN_MPI | variables(
-        "OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=ns-1"
-    )
-    env = detect_env(local)
-    assert (env.launcher, env.addr) == ("openmpi", "127.0.0.1")
-    assert (env.rank, env.local_rank, env.nodes) == (3, 3, 1)
-    assert env.port != detect_env(local | {"PMIX_NAMESPACE": "ns-2"}).port
-    (tmp_path / "nodes").write_text("x1003\nx1003\nx1004\nx1004\n")
-    many = OPEN_MPI | variables(
-        "OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 PBS_JOBID=77.pbs"
-    )
-    env = detect_env(many | {"PBS_NODEFILE": str(tmp_path / "nodes")})
-    assert (env.addr, env.node, env.nodes, env.local_world) == ("x1003", 1, 2, 2)
-
-
-def test_mpich_and_pals(tmp_path):
-    env = detect_env(variables("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"))
-    assert (env.launcher, env.addr) == ("mpi", "127.0.0.1")
-    assert (env.rank, env.world, env.local_rank) == (1, 2, 1)
-    (tmp_path / "nodes").write_text("polaris-1\npolaris-2\n")
-    pals = variables(
-        "PALS_RANKID=5 PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4 PALS_NODEID=1 "
-        "PALS_APID=aa-1"
-    )
-    env = detect_env(pals | {"PBS_NODEFILE": str(tmp_path / "nodes")})
-    assert (env.rank, env.node, env.nodes, env.local_world, env.addr) == (5, 1, 2, 4, "polaris-1")
+ON_TORCHRUN = DistEnv(5, 8, 1, 4, 1, 2, "torchrun", "host-a", 29400, 2)
+ON_SRUN = [(rank, rank // 2, rank % 2, 2 if rank < 4 else 1) for rank in range(5)]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("environ", "hosts", "env"),
     [
-        ("a,b-1,c", "a"),
-        ("n[08-11]", "n08"),
-        ("n[1,3-4],gpu07", "n1"),
-        ("r[1-2]n[01-02]x", "r1n01x"),
-        ("host-[9-10].site.org", "host-9.site.org"),
+        (TORCHRUN, "", ON_TORCHRUN),
+        (TORCHRUN | slurm(1), "", ON_TORCHRUN),
+        (OURS, "", DistEnv(1, 2, 1, 2, 0, 1, "windlass", "127.0.0.1", 4711, 3)),
+        (BY_HAND, "", DistEnv(1, 2, 1, 2, 0, 1, "environment", "h", 29500)),
+        (OPEN_MPI_HERE, "", DistEnv(3, 4, 3, 4, 0, 1, "openmpi", "127.0.0.1")),
+        (OPEN_MPI_PBS, "x1003 x1003 x1004 x1004", DistEnv(3, 4, 1, 2, 1, 2, "openmpi", "x1003")),
+        (MPICH, "", DistEnv(1, 2, 1, 2, 0, 1, "mpi", "127.0.0.1")),
+        (PALS, "polaris-1 polaris-2", DistEnv(5, 8, 1, 4, 1, 2, "mpi", "polaris-1")),
+        *(
+            (slurm(rank), "", DistEnv(rank, 5, local, ranks, node, 3, "slurm", "gpu07"))
+            for rank, node, local, ranks in ON_SRUN
+        ),
     ],
 )
-def test_the_first_of_slurms_short_host_lists(nodes: str, first: str):
-    assert detect_env(slurm(0, SLURM_STEP_NODELIST=nodes)).addr == first
+def test_the_numbers_of_each_launcher(environ, hosts, env, tmp_path):
+    if hosts:
+        (tmp_path / "nodes").write_text("".join(f"{host}\n" for host in hosts.split()))
+        environ = environ | {"PBS_NODEFILE": str(tmp_path / "nodes")}
+    found = detect_env(environ)  # a derived port is tested below
+    assert found == replace(env, port=env.port or found.port)
 
 
 @pytest.mark.parametrize(
@@ -188,5 +169,5 @@ def test_ranks_by_hand_on_two_hosts_take_the_gpus_of_their_host(monkeypatch):
     assert [device.index for device in devices] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_an_interface_that_does_not_exist():
-    assert interface_to("127.0.0.1") == interface_to("no.such.host.invalid") == ""
+def test_no_address_on_the_way_to_this_host_or_to_none():
+    assert address_to("127.0.0.1") == address_to("no.such.host.invalid") == ""

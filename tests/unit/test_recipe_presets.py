@@ -3,7 +3,6 @@
 import pytest
 
 from helpers import refused
-from windlass.checkpoint.choose import policy_of
 from windlass.estimate.calendar import milestones, most_checkpoints, resolve_steps
 from windlass.estimate.plan import plan
 from windlass.model.size import count
@@ -117,10 +116,10 @@ def test_quotas_of_gpt2_124m():
     """
     recipe = Recipe.load("gpt2-124m")
     horizon = Horizon(recipe.train.steps, 9_900_000_000 // 1024, 512)  # 99 shards
-    policy = policy_of(recipe.checkpoint, [horizon])
-    kept = [step for step in range(horizon.steps + 1) if policy.keep_forever(step)]
+    every = recipe.checkpoint.keep_every
+    kept = [step for step in range(horizon.steps + 1) if horizon.due(every, step)]
     assert kept == [18883, 37766, 56649, 75531, 94414]
-    assert (policy.last, policy.best) == (10, True)
+    assert (recipe.checkpoint.keep_last, recipe.checkpoint.keep_best) == (10, True)
     saves = {m.step for m in milestones(recipe, horizon) if m.what == "checkpoint"}
     assert saves >= {250, 500, 95_250, *kept, horizon.steps}
     assert most_checkpoints(recipe, horizon) == 10 + 4 + 1 + 1, (

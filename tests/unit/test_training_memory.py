@@ -13,8 +13,8 @@ from windlass.estimate.candidates import layout_on, memory_rows
 from windlass.estimate.devices import Device
 from windlass.estimate.memory import memory
 from windlass.model.build import read_sizes
-from windlass.parallel.connect import init_ranks
 from windlass.parallel.env import DistEnv
+from windlass.parallel.ranks import init_ranks
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.rank import batch_of, prepare_device

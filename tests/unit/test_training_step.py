@@ -23,7 +23,7 @@ from windlass.model.gpt import GPT, initialise, seed_generators
 from windlass.model.size import CHUNK_BYTES
 from windlass.optim.build import build_optimizer, set_divisor
 from windlass.parallel.env import DistEnv
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.training.nonfinite import BadSteps, Counts, check_is_deferred, decide_nonfinite

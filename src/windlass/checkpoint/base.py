@@ -69,8 +69,7 @@ def fill_base(
         problem = f"{checkpoint.path} refers to its base {base.title}"
         raise UserError(f"{problem}, which {type(model).__name__} cannot read: pass no model")
     try:
-        directory = find_base(base, recipe)
-        check_same(base, identify(directory, ranks))
+        directory = open_base(base, recipe, ranks)
     except UserError as error:
         problem = f"{checkpoint.path} refers to its base {base.title}: {error.text}"
         advice = "put it back (a link is enough), or name its directory: checkpoint.base=DIR"
@@ -81,32 +80,24 @@ def fill_base(
     model.fill_weights(recipe.run.seed, directory)
 
 
-def find_base(base: Base, recipe: Recipe, download: bool = True) -> Path:
-    """The directory of a base: `checkpoint.base`, or the origin of the recipe's model."""
+def open_base(
+    base: Base, recipe: Recipe, ranks: Ranks | None = None, download: bool = True
+) -> Path:
+    """The directory of a base: `checkpoint.base`, or the origin of the recipe's model. Collective
+    over `ranks`. UserError if it is gone, or any byte of its files has changed."""
     moved, name = recipe.checkpoint.base, recipe.model.name.removeprefix("hf:")
+    directory = Path(moved or name).expanduser()
     if base.commit and not moved:
-        return hub.directory(name, base.commit, weights=True, download=download)
-    if not (directory := Path(moved or name).expanduser()).is_dir():
+        directory = hub.directory(name, base.commit, weights=True, download=download)
+    elif not directory.is_dir():
         raise UserError(f"the directory {directory} does not exist")
-    return directory
-
-
-def check_base(base: Base, recipe: Recipe) -> str:
-    """Why the files of a base are not as they were, every byte; an empty string if they are."""
-    try:
-        check_same(base, identify(find_base(base, recipe, download=False)))
-    except UserError as error:
-        return error.text
-    return ""
-
-
-def check_same(base: Base, files: dict[str, FileInfo]) -> None:
-    """Raise UserError if the files in a directory differ from the base."""
+    files = identify(directory, ranks)
     for name, expected in base.files.items():
         if (present := files.get(name)) is None:
             raise UserError(f"{name} is missing")
         if present != expected:
             raise UserError(f"the SHA-256 of {name} is not {expected.sha256[:12]}…")
+    return directory
 
 
 def identify(directory: Path, ranks: Ranks | None = None) -> dict[str, FileInfo]:
@@ -122,10 +113,9 @@ def identify(directory: Path, ranks: Ranks | None = None) -> dict[str, FileInfo]
     except OSError as error:
         problem = f"{error.filename} cannot be read: {error.strerror}"
     if ranks is not None:
-        problems = ranks.all_gather_object("base problems", problem)
-        problem = next(filter(None, problems), "")
-        for share in ranks.all_gather_object("base", digests):
-            digests |= share
+        for other_problem, others in ranks.all_gather_object("base", [problem, digests]):
+            problem = problem or other_problem
+            digests |= others
     if problem:
         raise UserError(problem)
     here = {name: size for name, size in sizes.items() if name in digests}

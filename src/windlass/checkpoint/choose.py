@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,7 +26,6 @@ from windlass.recipe import Horizon, Recipe
 from windlass.recipe.layers import LINEAGE, RECIPE
 from windlass.recipe.settings import LOSS_SUITE, CheckpointSettings
 from windlass.run import Run, last_start
-from windlass.telemetry.measures import LOSS
 from windlass.telemetry.summary import Scores, scores_by_step
 
 if TYPE_CHECKING:
@@ -36,34 +35,21 @@ if TYPE_CHECKING:
 PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The settings of retention, as in `[checkpoint]`."""
-
-    last: int = 10
-    best: bool = True
-    keep_forever: Callable[[int], bool] = lambda step: False
-    measure: str = LOSS
-
-
-def policy_of(settings: CheckpointSettings, horizons: Sequence[Horizon]) -> Policy:
-    """The policy of a run; `keep_every` holds for each of `horizons` (an extended run has two)."""
-
-    def forever(step: int) -> bool:
-        return any(horizon.due(settings.keep_every, step) for horizon in horizons)
-
-    return Policy(settings.keep_last, settings.keep_best, forever, settings.best)
-
-
-def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> dict[int, list[str]]:
+def retain(
+    checkpoints: Iterable[Manifest],
+    settings: CheckpointSettings,
+    horizons: Sequence[Horizon],
+    scores: Scores,
+) -> dict[int, list[str]]:
     """Why each checkpoint stays, by serial number; one with an empty list may be deleted. `scores`:
-    values of `policy.measure` by step."""
+    values of `checkpoint.best` by step. `keep_every` holds for each of `horizons` (an extended run
+    has two)."""
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
-    last = {c.serial for c in (*newest_first[:1], *regular[: policy.last])}
+    last = {c.serial for c in (*newest_first[:1], *regular[: settings.keep_last])}
     steps = {c.step for c in newest_first}
     present = {step: score for step, score in scores.items() if step in steps}
-    best_step = Scores(present, scores.lower).best_step if policy.best else None
+    best_step = Scores(present, scores.lower).best_step if settings.keep_best else None
     # If a step was saved twice, its score belongs to the newer checkpoint.
     best_serial = next((c.serial for c in newest_first if c.step == best_step), None)
     why = {}
@@ -72,7 +58,7 @@ def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> d
             "last": c.serial in last,
             "best": c.serial == best_serial,
             "final": c.reason == FINAL,  # the first end of an extended run is a result
-            "every": policy.keep_forever(c.step),
+            "every": any(horizon.due(settings.keep_every, c.step) for horizon in horizons),
         }
         why[c.serial] = [reason for reason, applies in reasons.items() if applies]
     return why
@@ -121,7 +107,6 @@ def read_lineage(run: Path) -> Lineage | None:
 
 
 def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
-    """Replace the run's lineage, durably."""
     files.replace(run / LINEAGE, lineage.model_dump_json().encode() + b"\n")
 
 
@@ -244,14 +229,14 @@ class CheckpointList:
 def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointList:
     """The checkpoints of a run by step; `verify` hashes every byte. UserError: no such run."""
     run = Run.open(run_dir)
-    recipe, ledger, directory = run.recipe, run.ledger(), run.checkpoints_dir
+    recipe, ledger, best = run.recipe, run.ledger(), run.recipe.checkpoint.best
     horizons = list[Horizon]()
     if began := last_start(ledger):
         horizons = [recipe.horizon(began["steps"], began["samples_per_epoch"])]
-    policy = policy_of(recipe.checkpoint, horizons)
-    scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS_SUITE, policy.measure)}
-    saved = checkpoints_in(directory)
-    why = retain([c.content for c in saved if c.content], policy, scores[policy.measure])
+    scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS_SUITE, best)}
+    saved = checkpoints_in(run.checkpoints_dir)
+    good = [c.content for c in saved if c.content]
+    why = retain(good, recipe.checkpoint, horizons, scores[best])
     rows = [
         {
             "step": c.step,
@@ -265,12 +250,14 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
         }
         for c in sorted(saved, key=lambda c: c.step)
     ]
-    bases = {c.content.base.title: c.content.base for c in saved if c.content and c.content.base}
     listed = list[dict[str, Any]]()
-    for title, base in bases.items():
+    for title, base in {c.base.title: c.base for c in good if c.base}.items():
         listed.append({"name": title, "files": len(base.files), "bytes": base.bytes, "problem": ""})
         if verify:
-            from windlass.checkpoint.base import check_base  # imports torch
+            from windlass.checkpoint.base import open_base  # imports torch
 
-            listed[-1]["problem"] = check_base(base, recipe)
-    return CheckpointList(run.path, verify, policy.measure, listed, rows)
+            try:
+                open_base(base, recipe, download=False)
+            except UserError as error:
+                listed[-1]["problem"] = error.text
+    return CheckpointList(run.path, verify, best, listed, rows)

@@ -27,14 +27,11 @@ from windlass.checkpoint.format import (
     MANIFEST,
     STATE,
     STEP_DIR,
-    Base,
-    Damaged,
     Manifest,
     digest_line,
     is_whole,
     names_in,
     read_checkpoint,
-    read_manifest,
     step_dir,
 )
 from windlass.errors import first_line
@@ -44,10 +41,6 @@ PART, FILE = "part-{:05d}.json", "rank-{:05d}.safetensors"
 FAILED = ".failed-"  # begins the name of the directory of a save that rank 0 gave up
 SLOWEST_POLL_SECONDS = 0.25
 RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, logs and the manifest
-
-
-class GivenUp(OSError):
-    """A save that cannot be completed: a full disk, a failed rank, or a part that came too late."""
 
 
 @dataclass(kw_only=True)
@@ -63,9 +56,7 @@ class Save:
 
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    aliases: Mapping[str, str]  # of tied weights: a name, and the name under which it is saved
-    base: Base | None  # of the weights that no rank writes
-    meta: Mapping[str, Any]
+    about: Mapping[str, Any]  # of the manifest: meta, aliases and base
     counters: bytes = b"{}"
     image: Any = b""  # this rank's file in host memory: header length, header, numbers
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -95,16 +86,16 @@ class Save:
             for _ in _polls(2 * self.deadline + 60.0):
                 names = names_in(self.directory)
                 if self.tombstone.name in names:
-                    raise GivenUp("rank 0 gave the save up")
+                    raise OSError("rank 0 gave the save up")
                 if self.temporary.name not in names and self.path.name in names:
-                    with contextlib.suppress(Damaged):
-                        if read_manifest(self.path).save_id == self.save_id:
-                            return None
-            raise GivenUp("rank 0 neither committed the save nor gave it up")
+                    content = read_checkpoint(self.path).content
+                    if content is not None and content.save_id == self.save_id:
+                        return None
+            raise OSError("rank 0 neither committed the save nor gave it up")
         except Exception as error:
             self._give_up(error)
             if self.rank != 0 and self.tombstone.name in names_in(self.directory):
-                raise GivenUp("rank 0 gave the save up") from error  # the error follows from that
+                raise OSError("rank 0 gave the save up") from error  # the error follows from that
             raise
 
     def _write_part(self) -> None:
@@ -116,9 +107,9 @@ class Save:
             size = len(self.image) * self.world  # the ranks write about as much as each other
             if (free := shutil.disk_usage(self.directory).free) < size + RESERVE_BYTES:
                 needs = f"{decimal(size)} and a reserve of {decimal(RESERVE_BYTES)}"
-                raise GivenUp(f"{self.path.name} needs {needs}; the disk has {decimal(free)} free")
+                raise OSError(f"{self.path.name} needs {needs}; the disk has {decimal(free)} free")
         if self.error:
-            raise GivenUp(self.error)
+            raise OSError(self.error)
         part = {"host": socket.gethostname(), "files": {}, "tensors": self.tensors}
         if self.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
@@ -132,7 +123,7 @@ class Save:
         files.replace(self.temporary / PART.format(self.rank), to_json(part), durable=False)
 
     def _collect_parts(self) -> list[dict[str, Any]]:
-        """Rank 0: every rank's part. GivenUp if one reports an error, or at the deadline."""
+        """Rank 0: every rank's part. OSError if one reports an error, or at the deadline."""
         parts: dict[int, dict[str, Any]] = {}
         for _ in _polls(self.deadline):
             names = set(names_in(self.temporary))
@@ -140,13 +131,13 @@ class Save:
                 if PART.format(rank) in names:
                     part = json.loads((self.temporary / PART.format(rank)).read_bytes())
                     if error := part.get("error"):
-                        raise GivenUp(f"rank {rank} on {part['host']} failed to write: {error}")
+                        raise OSError(f"rank {rank} on {part['host']} failed to write: {error}")
                     parts[rank] = part
             if len(parts) == self.world:
                 return [parts[rank] for rank in range(self.world)]
         late = ", ".join(str(r) for r in range(self.world) if r not in parts)
         problem = f"no part came from rank {late} within {self.deadline:g} s"
-        raise GivenUp(f"{problem}; is {self.directory} on a file system that all ranks share?")
+        raise OSError(f"{problem}; is {self.directory} on a file system that all ranks share?")
 
     def _commit(self, parts: list[dict[str, Any]], serial: int) -> Manifest:
         """Rank 0: counters, manifest and digest, then the name."""
@@ -192,10 +183,7 @@ class Save:
         for part in parts:
             files.update(part["files"])  # one, or none
             for name, tensor in part["tensors"].items():
-                if name in tensors:
-                    tensors[name]["chunks"] += tensor["chunks"]
-                else:
-                    tensors[name] = tensor
+                tensors.setdefault(name, {**tensor, "chunks": []})["chunks"] += tensor["chunks"]
         for tensor in tensors.values():
             tensor["chunks"].sort(key=lambda chunk: chunk[2])  # by their offsets
         return Manifest(
@@ -204,11 +192,9 @@ class Save:
             save_id=self.save_id,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             world=self.world,
-            meta=dict(self.meta),
             tensors=dict(sorted(tensors.items())),
-            aliases=dict(self.aliases),
             files=files,
-            base=self.base,
+            **self.about,
         )
 
     def _give_up(self, error: Exception) -> None:
@@ -251,11 +237,11 @@ def _polls(seconds: float) -> Iterator[None]:
 
 def explain(error: BaseException) -> str:
     """An error in one line, without a traceback."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f' ({os.fspath(error.filename)})' if error.filename else ''}"
-    if isinstance(error, GivenUp):
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {first_line(error)}"
+    if not error.strerror:  # our own
         return str(error)
-    return f"{type(error).__name__}: {first_line(error)}"
+    return f"{error.strerror} ({os.fspath(error.filename)})" if error.filename else error.strerror
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:

@@ -90,10 +90,8 @@ class TensorInfo(BaseModel):
 
 
 class FileInfo(BaseModel):
-    """Size in bytes and SHA-256 of a file."""
-
     model_config = ConfigDict(frozen=True)
-    size: Count
+    size: Count  # bytes
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -135,7 +133,6 @@ class Manifest(BaseModel):
 
     @property
     def reason(self) -> str:
-        """Why it was saved (see choose.py)."""
         return str(self.meta.get("reason", ""))
 
     @property
@@ -162,17 +159,6 @@ class Manifest(BaseModel):
         return self
 
 
-def parse(data: bytes) -> Manifest:
-    """A manifest from its bytes; raises Damaged."""
-    try:
-        return Manifest.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = "".join(f"{key}." for key in first["loc"]).removesuffix(".")
-        message = f"{place}: {first['msg']}" if place else first["msg"]
-        raise Damaged(f"{MANIFEST} is malformed: {message}") from None
-
-
 def digest_line(manifest: bytes) -> bytes:
     """The content of `manifest.sha256` for a manifest."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
@@ -180,24 +166,6 @@ def digest_line(manifest: bytes) -> bytes:
 
 def is_whole(path: Path) -> bool:
     return (path / DIGEST).is_file()
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of a whole checkpoint; Damaged if it or the size of a file has changed."""
-    try:
-        digest, data = (path / DIGEST).read_bytes(), (path / MANIFEST).read_bytes()
-        if digest != digest_line(data):
-            raise Damaged(f"{MANIFEST} changed after the commit: {DIGEST} has another SHA-256")
-        manifest = parse(data)
-        for name, info in manifest.files.items():
-            if (size := (path / name).stat().st_size) != info.size:
-                raise Damaged(f"{name} has {size:,} bytes instead of {info.size:,}")
-    except OSError as error:
-        name = Path(error.filename or MANIFEST).name
-        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
-    if (match := STEP_DIR.match(path.name)) and int(match[1]) != manifest.step:
-        raise Damaged(f"it is the checkpoint of step {manifest.step} under another name")
-    return manifest
 
 
 def hash_files(
@@ -338,12 +306,28 @@ def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> t
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint under its final name, checked by its manifest and the sizes of its files."""
+    match = STEP_DIR.match(path.name)
+    step = int(match[1]) if match else 0
     try:
-        manifest = read_manifest(path)
+        digest, data = (path / DIGEST).read_bytes(), (path / MANIFEST).read_bytes()
+        if digest != digest_line(data):
+            raise Damaged(f"{MANIFEST} changed after the commit: {DIGEST} has another SHA-256")
+        manifest = Manifest.model_validate_json(data)
+        for name, info in manifest.files.items():
+            if (size := (path / name).stat().st_size) != info.size:
+                raise Damaged(f"{name} has {size:,} bytes instead of {info.size:,}")
+        if match and step != manifest.step:
+            raise Damaged(f"it is the checkpoint of step {manifest.step} under another name")
+        return Checkpoint(path, manifest.step, manifest)
     except Damaged as error:
-        match = STEP_DIR.match(path.name)
-        return Checkpoint(path, int(match[1]) if match else 0, None, str(error))
-    return Checkpoint(path, manifest.step, manifest)
+        problem = str(error)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        problem = f"{MANIFEST} is malformed: {place}: {first['msg']}"
+    except OSError as error:
+        problem = f"{Path(error.filename or MANIFEST).name} cannot be read: {error.strerror}"
+    return Checkpoint(path, step, None, problem)
 
 
 def checkpoints_in(directory: Path) -> list[Checkpoint]:

@@ -9,19 +9,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from windlass.checkpoint.choose import PERIODIC, Policy, read_lineage, retain
+from windlass.checkpoint.choose import PERIODIC, read_lineage, retain
 from windlass.checkpoint.commit import FAILED, FILE, Save, discard, explain
 from windlass.checkpoint.format import Base, Manifest, checkpoints_in, names_in
-from windlass.checkpoint.shard import TYPE_NAMES, Shard
+from windlass.checkpoint.state_dict import TYPE_NAMES, Shard
 from windlass.errors import UserError
 from windlass.fileio import Files, to_json
+from windlass.recipe import Horizon
+from windlass.recipe.settings import CheckpointSettings
 from windlass.telemetry.summary import Scores
 
 POLL_SECONDS = 0.1
@@ -40,8 +42,8 @@ class Writer:
     files: Files = field(default_factory=Files)
     deadline: float = 600.0  # seconds; how long rank 0 waits for the other ranks after its own part
     attempt: str = "0"  # letters and digits: the same on all ranks, different at every start
-    policy: Policy = field(default_factory=Policy)
-    background: bool = True  # False: `write` returns after the commit
+    settings: CheckpointSettings = field(default_factory=CheckpointSettings)
+    horizons: Sequence[Horizon] = ()  # see `retain`
     base: Base | None = None  # of the weights that no shard has
     damaged: Container[int] = ()  # checkpoints that retention does not count, by serial number
     while_waiting: Callable[[], None] | None = None  # called every POLL_SECONDS of a wait
@@ -75,7 +77,7 @@ class Writer:
         """Begin to write this rank's shard; `poll` returns the save when it has ended.
 
         After `settle` the state may change; a forward pass may come before. `counters` and `meta`
-        are JSON, from rank 0; `scores`: values of `policy.measure` by step.
+        are JSON, from rank 0; `scores`: values of `checkpoint.best` by step.
         """
         called = time.perf_counter()
         self._until_idle(None)
@@ -88,9 +90,11 @@ class Writer:
             deadline=self.deadline,
             step=step,
             save_id=f"{step:08d}-{self.attempt}-{self._started + 1}",
-            aliases=shard.aliases,
-            base=self.base,
-            meta={"reason": PERIODIC} | dict(meta or {}),
+            about={
+                "meta": {"reason": PERIODIC, **(meta or {})},
+                "aliases": shard.aliases,
+                "base": self.base,
+            },
         )
         try:
             save.counters = to_json(dict(counters))
@@ -111,7 +115,7 @@ class Writer:
             daemon=True,
         )
         self._thread.start()
-        if not self.background:
+        if not self.settings.background:
             staged = time.perf_counter()
             self._until_idle(None)
             save.waited_s += time.perf_counter() - staged
@@ -190,7 +194,9 @@ class Writer:
     ) -> None:
         """Write, commit and clean up; any error becomes the save's."""
         began = time.perf_counter()
-        if self.background and sys.platform == "linux":  # elsewhere it is the whole process's
+        if (
+            self.settings.background and sys.platform == "linux"
+        ):  # elsewhere it is the whole process's
             with contextlib.suppress(OSError):  # a sandbox may forbid it
                 os.nice(NICENESS)
         try:
@@ -234,7 +240,7 @@ class Writer:
             if name.startswith(FAILED):
                 self.files.remove_tree(self.directory / name)
         good = [saved for saved in self._known.values() if saved.serial not in self.damaged]
-        why = retain(good, self.policy, scores)
+        why = retain(good, self.settings, self.horizons, scores)
         for path in [path for path, saved in self._known.items() if why.get(saved.serial) == []]:
             discard(path, self.files)
             del self._known[path]

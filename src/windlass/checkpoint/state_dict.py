@@ -1,28 +1,41 @@
-"""The state of a training as named tensors, to a shard of a checkpoint and back.
+"""The state of a training as named tensors, to the shard of a checkpoint that a rank writes, and back.
 
 Names do not depend on the model's wrapping: `model/<parameter or buffer>`,
 `optim/<parameter>/<key>`, and `average/<parameter>` with `train.average`. Tied weights have one
-name; their other names are aliases.
+name; their other names are aliases. A shard has boxes of tensors. Every element of a tensor is in one
+box of one rank, although several ranks may hold it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.format import AVERAGE, MODEL, Checkpoint, Damaged
-from windlass.checkpoint.shard import TYPE_NAMES, Shard, shard_of
+from windlass.checkpoint.format import AVERAGE, DTYPES, MODEL, Checkpoint, Damaged
 from windlass.errors import UserError
-from windlass.model.sharding import boxes_of, cut_of, is_fsdp, whole_shape, with_cut
+from windlass.model.sharding import (
+    boxes_of,
+    cut_of,
+    is_fsdp,
+    is_sharded,
+    local_part,
+    sharding_dim,
+    whole_shape,
+    with_cut,
+)
 from windlass.optim.build import from_tensors, to_tensors
 from windlass.optim.shard import ShardedOptimizer
 from windlass.parallel.parallelize import unwrap
 from windlass.parallel.pipeline import stage_of
 
+TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
+ALIGNMENT = 64  # bytes, of the first number in a file
 OPTIM = "optim/"
 
 
@@ -190,3 +203,104 @@ def _trained(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor, dict[s
 def _cut_like(state: Tensor, parameter: Tensor) -> Tensor:
     """A tensor, cut over `tp` like a parameter if it has the parameter's shape."""
     return with_cut(state, cut_of(parameter)) if state.shape == parameter.shape else state
+
+
+@dataclass(frozen=True)
+class Box:
+    name: str
+    tensor: Tensor  # the box, a view of the tensor on its device
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # of the box in it
+
+
+@dataclass(frozen=True)
+class Shard:
+    boxes: list[Box]
+    aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
+
+    @property
+    def device(self) -> torch.device | None:
+        """The CUDA device of the boxes; None if they are on the host."""
+        return next((box.tensor.device for box in self.boxes if box.tensor.is_cuda), None)
+
+    def layout(self, rank: int) -> tuple[bytes, list[tuple[Box, int]], int]:
+        """The header of this rank's file, the place of each box, and the size of the file."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"rank {rank}"}}
+        places, end = list[tuple[Box, int]](), 0
+        for box in sorted(self.boxes, key=lambda box: -box.tensor.element_size()):  # all aligned
+            begin, end = end, end + box.tensor.nbytes
+            name = box.name  # further boxes of a tensor need other names
+            while name in header:
+                name = f"{box.name}@{','.join(map(str, box.offsets))}"
+            dtype, shape = TYPE_NAMES[box.tensor.dtype], list(box.tensor.shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+            places.append((box, begin))
+        text = json.dumps(header, separators=(",", ":")).encode()
+        start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+        text = text.ljust(start - 8)  # the format allows spaces after the header's JSON
+        head = len(text).to_bytes(8, "little") + text
+        return head, [(box, start + begin) for box, begin in places], start + end
+
+
+def shard_of(
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str] | None = None,
+    rank: int = 0,
+    world: int = 1,
+    stages: int = 1,
+) -> Shard:
+    """The boxes that `rank` of `world` writes, so that each element is written by one rank. The
+    ranks of one of the `stages` of a pipeline are neighbours, and hold the same tensors."""
+    first_rank = rank - rank % (world // stages)
+    peers = range(first_rank, first_rank + world // stages)
+    groups: dict[tuple[tuple[int, int, int], ...], dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(divisions(tensor), {})[name] = tensor
+    boxes = list[Box]()
+    for divided, held in groups.items():
+        ranks = list(peers)  # that hold the same box of these tensors
+        for apart, size, own in divided:
+            ranks = [peer for peer in ranks if (peer - first_rank) // apart % size == own]
+        local = {name: local_part(tensor) for name, tensor in held.items()}
+        rows = divide_rows(local, ranks.index(rank), len(ranks))
+        for name, tensor in held.items():
+            shape = tuple(whole_shape(tensor))
+            if name in rows:
+                parts = boxes_of(tensor, *rows[name])
+                boxes += [Box(name, part, shape, offsets) for offsets, part in parts]
+            elif 0 in shape and rank == ranks[0]:  # type and shape are saved all the same
+                boxes.append(Box(name, local[name], shape, (0,) * len(shape)))
+    return Shard(boxes, dict(aliases or {}))
+
+
+def divide_rows(
+    tensors: Mapping[str, Tensor], index: int, count: int
+) -> dict[str, tuple[int, int]]:
+    """The rows [first, last) of each tensor that number `index` of `count` ranks writes. The
+    tensors, laid end to end, make equal pieces; a row belongs to the piece in which it begins."""
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    low, high = (sum(sizes.values()) * i // count for i in (index, index + 1))
+    at, result = 0, dict[str, tuple[int, int]]()
+    for name, tensor in tensors.items():
+        if sizes[name]:
+            rows = tensor.shape[0] if tensor.dim() else 1
+            row_bytes = sizes[name] // rows
+            first, last = (min(max(-(-(end - at) // row_bytes), 0), rows) for end in (low, high))
+            if last > first:
+                result[name] = (first, last)
+            at += sizes[name]
+    return result
+
+
+def divisions(tensor: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """For each dimension of the mesh that divides a tensor: the ranks from one part to the next, the
+    number of parts, and this rank's part."""
+    parts = list[tuple[int, int, int]]()
+    if (cut := cut_of(tensor)) is not None:
+        parts.append((1, cut.peers.size, cut.peers.rank))  # neighbours differ in `tp`
+    if is_sharded(tensor) and (dim := sharding_dim(tensor)) is not None:
+        mesh = tensor.device_mesh
+        if (size := mesh.size(dim)) > 1:
+            first, second = mesh.mesh.movedim(dim, 0).reshape(size, -1)[:2, 0].tolist()
+            parts.append((second - first, size, mesh.get_local_rank(dim)))
+    return tuple(parts)

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 from windlass.model.quantised import Linear4bit
 from windlass.model.sharding import blocks_of
 from windlass.model.size import CHUNK_BYTES, Peaks
-from windlass.parallel.parallelize import checkpoint_activations
-from windlass.parallel.precision import LOW
+from windlass.parallel.parallelize import LOW, checkpoint_activations
 from windlass.recipe import Recipe
 
 FLASH = 1  # of `torch.nn.attention.SDPBackend`

@@ -32,8 +32,7 @@ from windlass.evaluation.questions import eval_questions
 from windlass.evaluation.squad import evaluate_squad
 from windlass.fileio import write_atomic
 from windlass.optim.average import Average
-from windlass.parallel.parallelize import varying_shapes
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast, varying_shapes
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE

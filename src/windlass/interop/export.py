@@ -28,7 +28,6 @@ from windlass.model.adapters import export_adapter
 from windlass.model.quantised import Linear4bit
 from windlass.parallel.ranks import alone
 from windlass.recipe import Changes
-from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, decode
 from windlass.telemetry.measures import of_eval, show
@@ -93,9 +92,11 @@ def export(
         else:
             _write_hf(source, partial, dtype)
         if checkpoint:
-            _write(partial / "README.md", card(source, checkpoint, push or directory.name, adapter))
+            text = card(source, checkpoint, push or directory.name, adapter)
+            (partial / "README.md").write_text(text, encoding="utf-8")
         if "chat" in source.recipe.data.formats and not source.template.source:
-            _write(partial / "chat_template.jinja", plain_template(source.tokenizer))
+            text = plain_template(source.tokenizer)
+            (partial / "chat_template.jinja").write_text(text, encoding="utf-8")
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # some libraries let only the owner read what they write
             file.chmod(0o666 & ~umask)
@@ -145,7 +146,14 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     for name, layer in list(network.named_modules()):
         if isinstance(layer, Linear4bit):
             network.set_submodule(name, layer.plain())
-    _untie_adapted(network)
+    # Give head and embedding a matrix each, if they share one and an adapter changes one use.
+    ends = [network.get_input_embeddings(), network.get_output_embeddings()]
+    first, last = (getattr(end, "weight", None) for end in ends)
+    if first is last and any(hasattr(end, "get_base_layer") for end in ends):
+        head = ends[1].get_base_layer() if hasattr(ends[1], "get_base_layer") else ends[1]
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        for config in (network.config, network.config.get_text_config()):
+            config.tie_word_embeddings = False
     # Adapters of two parameters of one module are nested: the inner one first.
     for name, layer in reversed(list(network.named_modules())):
         if hasattr(layer, "get_base_layer"):  # adapted
@@ -193,17 +201,6 @@ def older_names(config: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     if kind == "gpt2":
         entries["n_ctx"] = config["n_positions"]
     return entries | {name: base[name] for name in OLDER_NAMES if name in base}
-
-
-def _untie_adapted(network: Any) -> None:
-    """Give head and embedding a matrix each, if they share one and an adapter changes one use."""
-    ends = [network.get_input_embeddings(), network.get_output_embeddings()]
-    first, last = (getattr(end, "weight", None) for end in ends)
-    if first is last and any(hasattr(end, "get_base_layer") for end in ends):
-        head = ends[1].get_base_layer() if hasattr(ends[1], "get_base_layer") else ends[1]
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
-        for config in (network.config, network.config.get_text_config()):
-            config.tie_word_embeddings = False
 
 
 def _write_text_files(source: Source, model: Any, directory: Path) -> None:
@@ -315,6 +312,13 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
         lines = {LOSS_SUITE: {k: line[name] for k, name in measured.items() if name in line}}
     losses = [line["loss"] for line in run.lines("train") if line["step"] <= step]
     own_code = recipe.model.kind == "gpt" and not convert.architecture(recipe.model)
+    # Where the first weights come from: a repository of the Hub or a name; empty for new ones.
+    m = recipe.model
+    origin = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
+    place = hf_files.saved_origin(run.path, m) if origin and not m.init_from else None
+    commit = read_json(place / hf_files.RECORD).get("commit", "") if place else ""
+    if not (repository := hub.repository_of(Path(origin).expanduser())):
+        repository = origin.removeprefix("hf:") if origin.startswith("hf:") or commit else ""
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
@@ -334,23 +338,11 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
             for measure, value in decode(line).items()
             if isinstance(value, float) and of_eval(measure).role in ("score", "derived")
         ],
-        **_origin(run, recipe.model),
+        origin=Path(origin).name,
+        commit=commit,
+        repository=repository,
     )
 
 
-def _origin(run: Run, m: ModelSettings) -> dict[str, str]:
-    """Where the first weights come from: a repository of the Hub or a name; empty for new ones."""
-    name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
-    saved = hf_files.saved_origin(run.path, m) if name and not m.init_from else None
-    commit = read_json(saved / hf_files.RECORD).get("commit", "") if saved else ""
-    if not (repository := hub.repository_of(Path(name).expanduser())):
-        repository = name.removeprefix("hf:") if name.startswith("hf:") or commit else ""
-    return {"origin": Path(name).name, "commit": commit, "repository": repository}
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
 def _write_json(path: Path, value: Any) -> None:
-    _write(path, json.dumps(value, indent=2) + "\n")
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

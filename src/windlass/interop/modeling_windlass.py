@@ -145,7 +145,12 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         if m.position == "learned":
             x = x + self.positions(position_ids)
         elif m.position == "rope":
-            rotary = self._rotary(position_ids, x)
+            width, dtype = m.width // m.heads, torch.promote_types(x.dtype, torch.float32)
+            half = torch.arange(0, width, 2, device=x.device, dtype=dtype) / width
+            angles = position_ids.to(dtype).unsqueeze(-1) * m.rope_theta**-half
+            cos, sin = angles.cos(), angles.sin()
+            cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+            rotary = cos.unsqueeze(2), sin.unsqueeze(2)
         x = F.dropout(x, m.dropout, self.training)
         for block in self.blocks:
             x = block(x, rotary, mask, past_key_values)
@@ -170,12 +175,3 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         own = torch.eye(length, dtype=torch.bool, device=device)
         alone = torch.cat([own.new_zeros(length, start), own], dim=1)
         return (seen & attention_mask[:, None, None, :].bool()) | alone
-
-    def _rotary(self, places, x):
-        width = self.config.width // self.config.heads
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        half = torch.arange(0, width, 2, device=x.device, dtype=dtype) / width
-        angles = places.to(dtype).unsqueeze(-1) * self.config.rope_theta**-half
-        cos, sin = angles.cos(), angles.sin()
-        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        return cos.unsqueeze(2), sin.unsqueeze(2)

@@ -6,7 +6,7 @@ Pipelines exchange messages as well (`pipeline.py`); DDP and FSDP2 reduce gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,60 +46,34 @@ def exchange(x: Tensor, peers: Peers) -> Tensor:
     return collective.wait_tensor(parts)  # type: ignore[no-any-return]
 
 
-class Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, peers: Peers) -> Tensor:
-        ctx.how = dim, peers
-        return gather(x, dim, peers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return scatter(grad, *ctx.how), None, None
+def add_up(x: Tensor, peers: Peers) -> Tensor:
+    return peers.add_up(x)
 
 
-class Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, peers: Peers) -> Tensor:
-        ctx.how = dim, peers
-        return scatter(x, dim, peers)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather(grad, *ctx.how), None, None
+def same(x: Tensor, peers: Peers) -> Tensor:
+    return x.view_as(x)
 
 
-class Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return exchange(x, peers)
+def differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Any:
+    """`forward(x, *how)` with the gradient `backward(grad, *how)`; call its method `apply`."""
+    there, back = forward, backward
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return exchange(grad, ctx.peers), None
+    class Collective(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
+            ctx.how = how
+            return there(x, *how)
 
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return back(grad, *ctx.how), *(None for _ in ctx.how)
 
-class Copy(Function):
-    """The same tensor; the backward pass adds up the gradients of the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.peers.add_up(grad), None
+    return Collective
 
 
-class Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        return peers.add_up(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+Gather, Scatter = differentiable(gather, scatter), differentiable(scatter, gather)
+Exchange = differentiable(exchange, exchange)
+Copy, Sum = differentiable(same, add_up), differentiable(add_up, same)
 
 
 # -- Of counts and flags, over gloo while the step computes.
@@ -150,12 +124,6 @@ def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
     return tensor
 
 
-def sum_over_all_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
-    if group := ranks.mesh.all_ranks:
-        dist.all_reduce(tensor, group=group if tensor.device.type == "cpu" else dist.group.WORLD)
-    return tensor
-
-
 def sum_over_stages(tensor: Tensor, ranks: Ranks) -> Tensor:
     if ranks.mesh.pp is not None:
         dist.all_reduce(tensor, group=ranks.mesh.pp)
@@ -189,42 +157,37 @@ def norm_and_sum(
     The norm is float32, or float64 like the model. The host does not wait. Every rank divides the
     squares of its pieces by the number of ranks that hold them.
     """
-    trained = [p for p in dict.fromkeys(parameters) if p.grad is not None]
-    by_holders: dict[int, list[Tensor]] = {}
-    for p in trained:
-        pieces = math.prod(group.size() for group in ranks.mesh.cutting_groups(p))
-        holders = ranks.world // ranks.mesh.sizes.pp // pieces
-        by_holders.setdefault(holders, []).append(p.grad)  # type: ignore[arg-type]
+    mesh, double = ranks.mesh, False
+    kinds: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+    for p in dict.fromkeys(parameters):
+        if (grad := p.grad) is not None:
+            pieces = math.prod(group.size() for group in mesh.cutting_groups(p))
+            holders = ranks.world // mesh.sizes.pp // pieces
+            kinds.setdefault((holders, grad.device, grad.dtype), []).append(local_part(grad))
+            double = double or p.dtype == torch.float64
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for holders, grads in by_holders.items():
-        total += _square_sum(grads, ranks.device) / holders
-    if ranks.world > 1:
-        total, number = sum_over_all_ranks(torch.stack([total, number.double()]), ranks)
-    double = any(p.dtype == torch.float64 for p in trained)
-    return total.sqrt().to(torch.float64 if double else torch.float32), number
-
-
-def _square_sum(grads: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of this rank's part of gradients, a float64 scalar on `device`.
-
-    On a CPU torch's norm over 38 million float32 elements is wrong by 0.27 %, with chunks by 2e-9.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for (where, dtype), local in _by_kind(grads).items():
+    for (holders, device, dtype), grads in kinds.items():
         wide = torch.promote_types(dtype, torch.float32)
-        most = AT_ONCE if where.type == "cpu" else math.inf
-        norms = list[Tensor]()
-        rests = [g for g in local if g.numel() <= most]
-        for g in (g.reshape(-1) for g in local if g.numel() > most):
+        # On a CPU torch's norm over 38 million float32 elements is wrong by 0.27 %, with chunks by
+        # 2e-9.
+        most = AT_ONCE if device.type == "cpu" else math.inf
+        norms, rests = list[Tensor](), [g for g in grads if 0 < g.numel() <= most]
+        for g in (g.reshape(-1) for g in grads if g.numel() > most):
             chunked = g.numel() // CHUNK * CHUNK
             chunks = g[:chunked].view(-1, CHUNK)
             norms.append(torch.linalg.vector_norm(chunks, dim=1, dtype=wide))
-            rests.append(g[chunked:])
-        if rests := [g for g in rests if g.numel()]:
+            if chunked < g.numel():
+                rests.append(g[chunked:])
+        if rests:
             norms.append(torch.stack(torch._foreach_norm(rests, 2, dtype=wide)))
         if norms:
-            total += torch.cat(norms).double().square().sum().to(device, non_blocking=True)
-    return total
+            squares = torch.cat(norms).double().square().sum()
+            total += squares.to(ranks.device, non_blocking=True) / holders
+    if mesh.all_ranks is not None:
+        both = torch.stack([total, number.double()])
+        dist.all_reduce(both, group=mesh.all_ranks if both.is_cpu else dist.group.WORLD)
+        total, number = both
+    return total.sqrt().to(torch.float64 if double else torch.float32), number
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

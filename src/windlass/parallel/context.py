@@ -37,12 +37,10 @@ class TokenPart(NamedTuple):
     If the ranks gather keys there is an early and a late part, else one. (`torch.compile` takes
     causal masks as arguments but does not make them.)"""
 
-    def tokens(self, whole: Tensor) -> Tensor:
+    def tokens(self, whole: Tensor, places: Tensor | None = None) -> Tensor:
         """The columns of a row's tokens or positions [..., T]; padding repeats the last one."""
-        return whole[..., self.places.clamp(max=self.length - 1)]
-
-    def labels(self, whole: Tensor) -> Tensor:
-        return self.tokens(whole).masked_fill(self.places >= self.length, IGNORE_INDEX)
+        places = self.places if places is None else places
+        return whole[..., places.clamp(max=self.length - 1)]
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
         """Dropout of the stream [B, T, D]; the mask is a slice of the one of all tokens."""
@@ -128,8 +126,11 @@ class DividedGPT(GPT):
             rate = self.settings.dropout if self.training else 0.0
             positions, within = documents.positions, documents.within(list(self.blocks), rate)
         part = self.part(tokens.shape[1], labels is not None, tokens.device, within)
-        labels = None if labels is None else part.labels(labels)
-        return Pass(part.tokens(tokens), labels, part.tokens(positions), part)
+        if labels is not None:
+            labels = part.tokens(labels).masked_fill(part.places >= part.length, IGNORE_INDEX)
+        # Learned positions are added to the stream; rotary ones are of attention.
+        places = part.stream if self.settings.position == "learned" else part.places
+        return Pass(part.tokens(tokens), labels, part.tokens(positions, places), part)
 
     def part(
         self,

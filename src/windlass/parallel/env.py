@@ -107,7 +107,14 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
     attempt = number("attempt", 0)
     if world == 1 and names is not TORCH:
         return DistEnv(attempt=attempt)
-    addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else _first_host(environ, nodes))
+    addr = environ.get("MASTER_ADDR") or (LOOPBACK if nodes == 1 else "")
+    for scheduler in SCHEDULERS.values() if not addr else ():
+        with contextlib.suppress(UserError):
+            if hosts := (scheduler.step(environ) or scheduler.allocation(environ)).hosts:
+                addr = addr or hosts[0]
+    if not addr:
+        problem = f"no variable says which of {nodes} hosts is the first"
+        raise UserError(f"{problem}: set MASTER_ADDR to rank 0's host")
     port = None  # must be given
     if names is not TORCH or world == 1:  # the same on all ranks of the job
         job = _first(environ, names["job"]) or find_job(environ)[1] if "job" in names else ""
@@ -137,15 +144,6 @@ def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
     return replace(
         env, node=order.index(own), nodes=len(order), local_rank=local_rank, local_world=local_world
     )
-
-
-def _first_host(environ: Mapping[str, str], nodes: int) -> str:
-    for scheduler in SCHEDULERS.values():
-        with contextlib.suppress(UserError):
-            if hosts := (scheduler.step(environ) or scheduler.allocation(environ)).hosts:
-                return hosts[0]
-    problem = f"no variable says which of {nodes} hosts is the first"
-    raise UserError(f"{problem}: set MASTER_ADDR to rank 0's host")
 
 
 def _first(environ: Mapping[str, str], names: str) -> str:

@@ -66,8 +66,9 @@ class Heartbeat:
         self._over = threading.Event()
         self._beat()
 
-    def start(self) -> None:
-        """From now on beat and watch; all ranks have their first beat in the store."""
+    def start(self, beats: Sequence[dict[str, Any]]) -> None:
+        """From now on beat and watch; `beats` are the first ones of all ranks."""
+        self._beats = {beat["rank"]: Beat(**beat) for beat in beats}
         threading.Thread(target=self._run, name="windlass-heartbeat", daemon=True).start()
 
     def stop(self) -> None:
@@ -109,9 +110,8 @@ class Heartbeat:
             answered = within(self.interval * MISSED, partial(self._poll, watch))
             before = time.monotonic()
             if not answered and not self._over.is_set():
-                unseen = Beat(0, self.env.addr, self.status.step, "unknown")
                 why = f"its store did not answer for {before - now:.0f} s"
-                self.failure = self.failure or self._beats.get(0, unseen).failure(why)
+                self.failure = self.failure or self._beats[0].failure(why)
             if self.failure and not self._over.wait(EXIT_SECONDS):
                 # The main thread did not end by itself: it waits in a collective.
                 end = self.status.failure(f"it ends, because the run lost {self.failure}")

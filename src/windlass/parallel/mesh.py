@@ -70,17 +70,13 @@ class Mesh:
         split: Any = functools.partial(dist.new_subgroups_by_enumeration, timeout=timeout)
         if sizes.cp > 1:
             self.cp = split(self.rows(("cp",)))[0]
+        self.ends = self.pp
+        if sizes.pp > 2:
+            self.ends = split([[row[0], row[-1]] for row in self.rows(("pp",))])[0]
         if sizes.data_world * sizes.cp < sizes.world:
             rows = self.rows(LOSS_DIMENSIONS)
             self.loss_ranks = split(rows, backend="gloo")[0]
             self.loss_group = split(rows)[0]
-
-    def connect_ends(self, timeout: timedelta) -> None:
-        """Create the group of the first and the last stage."""
-        self.ends = self.pp
-        if self.sizes.pp > 2:
-            pairs = [[row[0], row[-1]] for row in self.rows(("pp",))]
-            self.ends = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)[0]
 
     def rows(self, names: Sequence[str]) -> list[list[int]]:
         """The ranks that differ only in some dimensions: one row for each place in the others."""

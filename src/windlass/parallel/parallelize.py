@@ -21,20 +21,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as recompute
 
 from windlass.errors import UserError
+from windlass.model.attention import HALF
 from windlass.model.build import materialise
 from windlass.model.gpt import GPT
 from windlass.model.loss import loss_tail
-from windlass.model.quantised import use_float8
-from windlass.model.sharding import Cut, Peers, blocks_of, is_fsdp, with_cut
+from windlass.model.quantised import Bf16Embedding, use_float8
+from windlass.model.sharding import Cut, Peers, become, blocks_of, is_fsdp, with_cut
 from windlass.model.size import unit_blocks
 from windlass.parallel.mesh import Mesh
 from windlass.parallel.pipeline import keep_stages, stage_of
-from windlass.parallel.precision import LOW, raise_tables_and_norms, resolve_precision
 from windlass.parallel.ranks import Ranks
 from windlass.parallel.tensor import divide_gpt, divide_hf
 from windlass.recipe import Recipe
 from windlass.recipe.settings import ParallelSettings
 from windlass.recipe.strategies import Strategy
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
+"""The precision of autocast and of gathered parameters."""
 
 
 def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
@@ -144,14 +147,10 @@ def shard(
             param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
         ),
     )
-    first: list[nn.Module] = []
-    last: list[nn.Module] = []
-    in_order, each = False, 1
-    if hasattr(model, "ends"):
-        first, last = model.ends()  # type: ignore[operator]
-        in_order = ranks.mesh.pp is None
-    if in_order:
-        each = unit_blocks(len(blocks), sum(p.numel() for b in blocks for p in b.parameters()))
+    first, last = model.ends() if hasattr(model, "ends") else ([], [])  # type: ignore[operator]
+    in_order = hasattr(model, "ends") and ranks.mesh.pp is None
+    numbers = sum(p.numel() for block in blocks for p in block.parameters())
+    each = unit_blocks(len(blocks), numbers) if in_order else 1
     units = [blocks[i : i + each] for i in range(0, len(blocks), each)]
     if first:
         units.insert(0, first)
@@ -200,20 +199,14 @@ def replicate(
 
     wrapped.register_comm_hook(None, add)
     if not wrapped.find_unused_parameters:  # else DDP keeps its first buckets
-        settle_buckets(wrapped)
+        # DDP would cut its buckets in the first step. The place of a number in a bucket decides in
+        # which order three ranks or more add it, so a resume would round differently.
+        trained = [p for p in wrapped.parameters() if p.requires_grad]
+        wrapped.reducer.prepare_for_forward()
+        wrapped.reducer.prepare_for_backward([])
+        torch.stack([0.0 * p.sum() for p in trained]).sum().backward()
+        wrapped.zero_grad(set_to_none=True)  # the next forward pass cuts them
     return wrapped
-
-
-def settle_buckets(wrapped: DistributedDataParallel) -> None:
-    """Have DDP cut its buckets now; else the first step after a resume would round differently.
-
-    The place of a number in a bucket decides in which order three ranks or more add it.
-    """
-    trained = [p for p in wrapped.parameters() if p.requires_grad]
-    wrapped.reducer.prepare_for_forward()
-    wrapped.reducer.prepare_for_backward([])
-    torch.stack([0.0 * p.sum() for p in trained]).sum().backward()
-    wrapped.zero_grad(set_to_none=True)  # the next forward pass cuts them
 
 
 def check_gradients_reduced(model: nn.Module) -> None:
@@ -221,7 +214,7 @@ def check_gradients_reduced(model: nn.Module) -> None:
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
     try:
-        model.reducer._rebuild_buckets()  # `settle_buckets` has cut them, so it only checks
+        model.reducer._rebuild_buckets()  # `replicate` has had them cut, so it only checks
     except RuntimeError as error:
         if not (match := re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))):
             raise
@@ -260,7 +253,19 @@ ATTENTION = ("_scaled_dot_product_", "_varlen_attn.")  # in the names of operati
 
 def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
     """Have each block drop its activations and compute them again in the backward pass."""
-    contexts = functools.partial(recompute.create_selective_checkpoint_contexts, selective_policy)
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> recompute.CheckpointPolicy:
+        if op in SAVED:
+            return recompute.CheckpointPolicy.MUST_SAVE
+        if any(name in str(op) for name in ATTENTION):
+            names = [argument.name for argument in op._schema.arguments]
+            # Attention with dropout is recomputed. Otherwise the generator would be in another
+            # state for the dropout after it.
+            if not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"):
+                return recompute.CheckpointPolicy.MUST_SAVE
+        return recompute.CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(recompute.create_selective_checkpoint_contexts, policy)
     context = {"context_fn": contexts} if how == "selective" else {}
 
     def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,18 +279,6 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
 
     for block in blocks if how != "none" else ():
         block.forward = recomputed(block.forward)
-
-
-def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> recompute.CheckpointPolicy:
-    if op in SAVED:
-        return recompute.CheckpointPolicy.MUST_SAVE
-    if any(name in str(op) for name in ATTENTION):
-        names = [argument.name for argument in op._schema.arguments]
-        # Attention with dropout is recomputed. Otherwise the generator would be in another state
-        # for the dropout after it.
-        if not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"):
-            return recompute.CheckpointPolicy.MUST_SAVE
-    return recompute.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
@@ -319,3 +312,41 @@ def counted(model: nn.Module) -> list[nn.Parameter]:
 
 def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """`auto` resolved: bf16 on a GPU that has it, else fp16 on a GPU, fp32 on a CPU."""
+    if precision != "auto":
+        return precision
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    low = LOW.get(resolve_precision(recipe.train.precision, device))
+    return torch.autocast(device.type, dtype=low) if low else contextlib.nullcontext()
+
+
+def raise_tables_and_norms(model: nn.Module, device: torch.device) -> None:
+    """Have embeddings and norms compute in float32 although their parameters have low precision."""
+    for module in list(model.modules()):
+        kind, vectors = type(module), [p.dim() <= 1 for p in module.parameters()]
+        is_norm = "norm" in kind.__name__.lower() and bool(vectors) and all(vectors)
+        # Our norms raise their own weights; on CUDA autocast raises all.
+        is_foreign = is_norm and not kind.__module__.startswith("windlass.")
+        is_table = isinstance(module, nn.Embedding) and not isinstance(module, Bf16Embedding)
+        if is_table or (is_foreign and device.type == "cpu"):
+            become(module, InFloat32)
+
+
+class InFloat32(nn.Module):
+    """A module that raises its gathered low-precision parameters; comes before its class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parameters = self.named_parameters()
+        wide = {name: p.float() for name, p in parameters if p.dtype in HALF}
+        if not wide:
+            return super().forward(*args, **kwargs)
+        # It comes back here with the wide parameters in their places.
+        return torch.func.functional_call(self, wide, args, kwargs)

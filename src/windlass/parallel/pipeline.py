@@ -1,18 +1,16 @@
 """Pipeline parallelism (arXiv 1811.06965): stages of consecutive blocks, each on other ranks.
 
 torch's schedules fix the shapes of a stage at its first pass, but micro-batches differ in length.
-`timetable` puts the tasks of all ranks into ticks. After each tick a rank posts the messages of
-this tick as one batch, so no order of messages can block the ranks.
+Here every task has its tick (`timetable`). After each tick a rank posts the messages of this tick as
+one batch, so no order of messages can block the ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -38,48 +36,24 @@ class Task(NamedTuple):
     stage: int
     micro: int
 
-
-def order(stage: int, stages: int, micro_batches: int, train: bool = True) -> list[Task]:
-    """The tasks of a stage, in order; in training 1F1B (one forward, one backward)."""
-    forward = [Task(False, stage, micro) for micro in range(micro_batches)]
-    if not train:
-        return forward
-    backward = [Task(True, stage, micro) for micro in range(micro_batches)]
-    warmup = min(stages - 1 - stage, micro_batches)
-    tasks = forward[:warmup]
-    for pair in zip(forward[warmup:], backward, strict=False):
-        tasks += pair
-    return tasks + backward[len(forward) - warmup :]
+    def next(self, stages: int) -> Task | None:
+        """The task that gets this one's result; None at either end of the pipeline."""
+        stage = self.stage - 1 if self.backward else self.stage + 1
+        return self._replace(stage=stage) if 0 <= stage < stages else None
 
 
-@functools.cache
-def timetable(
-    stages: int, micro_batches: int, train: bool = True
-) -> tuple[tuple[Task | None, ...], ...]:
-    """For each tick the task of each stage; a task follows the tick of its inputs."""
-    left = [deque(order(stage, stages, micro_batches, train)) for stage in range(stages)]
-    done, ticks = set[Task](), list[tuple[Task | None, ...]]()
-    while any(left):
-        tick = [t[0] if t and needs(t[0], stages) <= done else None for t in left]
-        assert any(tick), f"{micro_batches} micro-batches in {stages} stages are stuck"
-        for task in filter(None, tick):
-            left[task.stage].popleft()
-            done.add(task)
-        ticks.append(tuple(tick))
-    return tuple(ticks)
+def timetable(stages: int, micro_batches: int) -> list[list[Task]]:
+    """The tasks of each tick, at most one a stage: 1F1B (one forward, one backward).
 
-
-def needs(task: Task, stages: int) -> set[Task]:
-    backward, stage, micro = task
-    if not backward:
-        return {Task(False, stage - 1, micro)} if stage else set()
-    above = {Task(True, stage + 1, micro)} if stage + 1 < stages else set()
-    return above | {Task(False, stage, micro)}
-
-
-def receiver(task: Task, stages: int) -> Task | None:
-    stage = task.stage - 1 if task.backward else task.stage + 1
-    return task._replace(stage=stage) if 0 <= stage < stages else None
+    After its first forward passes a stage has one of every two ticks for forward passes. The last
+    stage follows each with the backward pass, and the others have that one tick a stage later.
+    """
+    ticks: list[list[Task]] = [[] for _ in range(2 * (micro_batches + stages - 1))]
+    for stage, micro in itertools.product(range(stages), range(micro_batches)):
+        is_warmup = micro < stages - stage
+        ticks[stage + (micro if is_warmup else 2 * micro)].append(Task(False, stage, micro))
+        ticks[2 * (stages + micro) - 1 - stage].append(Task(True, stage, micro))
+    return ticks
 
 
 def wait(works: list[Any]) -> None:
@@ -111,9 +85,7 @@ class Pipeline:
         self.width = recipe.model.width
         self.bucket_bytes = recipe.parallel.bucket_mb * 2**20
         self.replicas = mesh.replicas.get_group() if mesh.replicas is not None else None
-        if self.ties_head:
-            mesh.connect_ends(timedelta(seconds=recipe.parallel.startup_timeout_seconds))
-        self.ends = mesh.ends
+        self.ends = mesh.ends if self.ties_head else None
         # NCCL needs a collective of all ranks before the first batch of messages.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
@@ -137,44 +109,6 @@ class Pipeline:
         ]
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def run(
-        self,
-        shapes: Sequence[Sequence[int]],
-        work: Callable[[Task, Tensor | None], Tensor | None],
-        train: bool = True,
-    ) -> None:
-        """This stage's tasks; `work(task, what arrived for it)` returns what the next stage gets.
-
-        `shapes`: of the hidden states and the gradients of each micro-batch.
-        """
-        arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
-        on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and the sent tensors
-        for tick in timetable(self.stages, len(shapes), train):
-            sent, received = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
-            results = dict[Task, Tensor]()
-            if (task := tick[self.stage]) is not None:
-                arrived, works = arriving.pop(task, (None, []))
-                wait(works)
-                output, to = work(task, arrived), receiver(task, self.stages)
-                if output is not None and to is not None:
-                    sent = [(output.to(self.dtype).contiguous(), to.stage)]
-            for other in filter(None, tick):
-                to = receiver(other, self.stages)
-                if to is not None and to.stage == self.stage:
-                    shape = tuple(shapes[to.micro])
-                    results[to] = torch.empty(shape, dtype=self.dtype, device=self.device)
-                    received.append((results[to], other.stage))
-            # One work for each message; NCCL has one for all of a batch.
-            posted = [[work] for work in self.post(sent, received)]
-            for number, (to, tensor) in enumerate(results.items(), len(sent)):
-                arriving[to] = tensor, posted[min(number, len(posted) - 1)]
-            on_the_way.append((posted[: len(sent)], sent))
-            if len(on_the_way) > TICKS_KEPT:
-                for works in on_the_way.popleft()[0]:
-                    wait(works)
-        for works in itertools.chain.from_iterable(works for works, _ in on_the_way):
-            wait(works)
-
     def train(
         self,
         model: StagedGPT,
@@ -186,26 +120,52 @@ class Pipeline:
     ) -> None:
         """Run a step's passes through this stage, then sum gradients and `loss` over ranks.
 
-        `forward(micro, hidden=..., staged=True)` returns hidden states, or the loss;
-        `backward(result, its gradient)` runs in `sync(whether it is the stage's last one)`.
+        `forward(micro, hidden=...)` returns hidden states, or the loss; `backward(result, its
+        gradient)` runs in `sync(whether it is the stage's last one)`.
         """
-        held: dict[Task, tuple[Tensor | None, Tensor]] = {}
-
-        def work(task: Task, arrived: Tensor | None) -> Tensor | None:
-            if not task.backward:
-                hidden = None if arrived is None else arrived.requires_grad_()
-                result = forward(micro[task.micro], hidden=hidden, staged=True)
-                held[task] = hidden, result
-                return result.detach()
-            hidden, result = held.pop(task._replace(backward=False))
-            if result.requires_grad:  # else nothing up to here is trained
-                with sync(task.micro == len(micro) - 1):
-                    backward(result, arrived)
-            return None if hidden is None else hidden.grad
-
-        self.run([self.shape(model, m.batch.tokens) for m in micro], work)
+        held: dict[int, tuple[Tensor | None, Tensor]] = {}  # a micro-batch's input and result
+        arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
+        on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and the sent tensors
+        for tick in timetable(self.stages, len(micro)):
+            sent, received = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
+            results = dict[Task, Tensor]()
+            for task in tick:
+                to = task.next(self.stages)
+                if to is not None and to.stage == self.stage:
+                    results[to] = self.empty(self.shape(model, micro[to.micro].batch.tokens))
+                    received.append((results[to], task.stage))
+                if task.stage != self.stage:
+                    continue
+                arrived, works = arriving.pop(task, (None, []))
+                wait(works)
+                if not task.backward:
+                    hidden = None if arrived is None else arrived.requires_grad_()
+                    result = forward(micro[task.micro], hidden=hidden)
+                    held[task.micro] = hidden, result
+                    output: Tensor | None = result.detach()
+                else:
+                    hidden, result = held.pop(task.micro)
+                    if result.requires_grad:  # else nothing up to here is trained
+                        with sync(task.micro == len(micro) - 1):
+                            backward(result, arrived)
+                    output = None if hidden is None else hidden.grad
+                if output is not None and to is not None:
+                    sent = [(output.to(self.dtype).contiguous(), to.stage)]
+            # One work for each message; NCCL has one for all of a batch.
+            posted = [[work] for work in self.post(sent, received)]
+            for number, (to, tensor) in enumerate(results.items(), len(sent)):
+                arriving[to] = tensor, posted[min(number, len(posted) - 1)]
+            on_the_way.append((posted[: len(sent)], sent))
+            if len(on_the_way) > TICKS_KEPT:
+                for works in on_the_way.popleft()[0]:
+                    wait(works)
+        for works in itertools.chain.from_iterable(works for works, _ in on_the_way):
+            wait(works)
         self.sum_gradients(model)
         dist.all_reduce(loss, group=self.group)  # zero except on the last stage
+
+    def empty(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def shape(self, model: GPT, tokens: Tensor, has_labels: bool = True) -> tuple[int, int, int]:
         rows, length = tokens.shape
@@ -235,8 +195,8 @@ class Pipeline:
 class StagedGPT(GPT):
     """A GPT of which this rank holds one stage.
 
-    With `staged` it computes this stage from the `hidden` states of the one before. Otherwise it
-    evaluates: every rank gets the result.
+    A pass with gradients computes this stage from the `hidden` states of the one before. A pass
+    without goes through the stages of all ranks, and every rank gets the result.
     """
 
     shares_gradient = False  # lookup and head are in different stages
@@ -250,44 +210,27 @@ class StagedGPT(GPT):
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
         hidden: Tensor | None = None,
-        staged: bool = False,
     ) -> Tensor:
-        if not staged:
-            return self.evaluate(tokens, labels, cache, by_source, documents)
-        layers = self.pipeline.layers[self.pipeline.stage]
+        pipe, trains = self.pipeline, torch.is_grad_enabled()
+        if not trains and pipe.stage > 0:
+            hidden = pipe.empty(pipe.shape(self, tokens, labels is not None))
+            wait(pipe.post([], [(hidden, pipe.stage - 1)]))
+        layers = pipe.layers[pipe.stage]
         here = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
         x = self.begin(here)[0] if hidden is None else hidden
         x = self.through(x, layers, here, cache)
-        if not self.pipeline.is_last:
+        if pipe.is_last:
+            table = self.embedding.weight if self.settings.tie_head else None
+            x = self.end(x, here, table, cache, by_source)
+        if trains:
             return x
-        table = self.embedding.weight if self.settings.tie_head else None
-        return self.end(x, here, table, cache, by_source)
-
-    def evaluate(
-        self, tokens: Tensor, labels: Any, cache: Any, by_source: Any, documents: Any
-    ) -> Tensor:
-        """The result of a batch that passes through the stages of all ranks, without a gradient."""
-        assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
-        pipe = self.pipeline
-        results = list[Tensor]()
-
-        def work(_: Task, arrived: Tensor | None) -> Tensor:
-            result = StagedGPT.forward(
-                self, tokens, labels, cache, by_source, documents, arrived, staged=True
-            )
-            if pipe.is_last:
-                results.append(result)
-            return result
-
-        pipe.run([pipe.shape(self, tokens, labels is not None)], work, train=False)
-        if results:
-            whole = results[0].to(pipe.dtype).contiguous()
-        else:
+        x = x.to(pipe.dtype).contiguous()
+        if not pipe.is_last:
+            wait(pipe.post([(x, pipe.stage + 1)], []))
             logits = [len(tokens), 1 if cache else tokens.shape[1], self.vocab]
-            shape = logits if labels is None else []
-            whole = torch.empty(shape, dtype=pipe.dtype, device=pipe.device)
-        dist.broadcast(whole, group=pipe.group, group_src=pipe.stages - 1)
-        return whole
+            x = pipe.empty(logits if labels is None else [])
+        dist.broadcast(x, group=pipe.group, group_src=pipe.stages - 1)
+        return x
 
 
 def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:

@@ -1,4 +1,5 @@
-"""The ranks of a training: what they tell each other over a store, and an end without a hang."""
+"""The ranks of a training: how they meet, what they tell each other over a store, and an end without
+a hang."""
 
 from __future__ import annotations
 
@@ -40,7 +41,6 @@ from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 
 Value = TypeVar("Value")
 
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable from which gloo takes its network interface
 EXIT_SECONDS = 10.0  # after which a failed rank ends even if its communicators still wait
 STOP_SECONDS = 30.0  # how long rank 0, which holds the store, waits at a clean end for the others
 POLL_SECONDS = 0.02  # between two looks of a rank that waits on the store; signals come through
@@ -51,7 +51,7 @@ LOST_CONTACT = (
 
 
 class Ranks:
-    """This rank among all, from `connect.init_store` to the end of the `with` block.
+    """This rank among all, from `init_store` to the end of the `with` block.
 
     A rank that leaves the block by an exception reports it and joins no more collectives.
     """
@@ -71,29 +71,51 @@ class Ranks:
         self._exchanges = Counter[str]()  # by name
         self._threads = torch.get_num_threads()  # of the process, which a training changes
 
-    def join(self, store: dist.Store, settings: ParallelSettings) -> None:
-        """Meet the others at a store, and start the heartbeat; DistError if a rank is missing."""
-        # A restart under torchrun sees old keys; so does a second training in the same processes.
-        attempt = f"attempt{self.env.attempt}"
-        start = store.add(f"{attempt}/starts/{self.rank}", 1)
-        self.store = dist.PrefixStore(f"{attempt}/{start}", store)
-        self.set_timeout(settings.startup_timeout_seconds)
-        if self.world == 1:
-            return
-        interval = settings.heartbeat_seconds
-        self._heartbeat = Heartbeat(self.status, self.env, self.store, interval)
-        self._wait({rank: f"beat/{rank}" for rank in range(self.world)})
-        self._heartbeat.start()
-        if self.env.launcher in NO_HOSTS:
-            own = host_name(os.environ) or socket.gethostname()
-            self.env = by_hosts(self.env, self.all_gather_object("host", own))
+    def join(self, store: dist.Store | None, settings: ParallelSettings) -> None:
+        """Meet the others at a store, by default at the one that rank 0 serves, and start the
+        heartbeat; RunFailed if a rank is missing."""
+        env = self.env
+        try:
+            store = store or open_store(env, settings.startup_timeout_seconds)
+            # A restart under torchrun sees old keys; so does a second training in the same
+            # processes.
+            attempt = f"attempt{env.attempt}"
+            start = store.add(f"{attempt}/starts/{self.rank}", 1)
+            self.store = dist.PrefixStore(f"{attempt}/{start}", store)
+            self.set_timeout(settings.startup_timeout_seconds)
+            if self.world == 1:
+                return
+            self._heartbeat = Heartbeat(self.status, env, self.store, settings.heartbeat_seconds)
+            self._heartbeat.start(self._wait({rank: f"beat/{rank}" for rank in range(self.world)}))
+            if env.launcher in NO_HOSTS:
+                own = host_name(os.environ) or socket.gethostname()
+                self.env = by_hosts(env, self.all_gather_object("host", own))
+        except (dist.DistError, RuntimeError) as error:
+            first = self.fail(error)
+            is_ours = first.rank == self.rank
+            why = first_line(error) if is_ours else f"the first failure was {first}"
+            where = f"rank {self.rank} of {self.world} did not meet the others at"
+            raise RunFailed(f"{where} {env.addr}:{env.port}: {why}") from error
 
-    def connect(self, device: torch.device, recipe: Recipe) -> None:
-        """Compute on a device from now on; create the process group of all ranks, and the mesh."""
-        self.device = device
+    def connect(self, recipe: Recipe) -> None:
+        """Choose the device; create the process group (NCCL on CUDA, gloo on CPU) and the mesh."""
+        env, settings = self.env, recipe.parallel
+        self.device = device = choose_device(settings.device, env)
+        on_host = device.type == "cpu" or settings.offload
+        if recipe.train.threads:
+            torch.set_num_threads(recipe.train.threads)
+        elif env.local_world > 1 and on_host and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(processes.thread_share(env.local_world))
+        if device.type == "cpu":
+            processes.keep_freed_memory()
+        tf32 = recipe.train.tf32 and device.type == "cuda"
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
         if self.store is None:
             return
-        seconds = recipe.parallel.startup_timeout_seconds
+        if interface := gloo_interface(self):
+            # gloo takes the host name's interface, which may be missing, slow, or a foreign network.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        seconds = settings.startup_timeout_seconds
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             timeout=timedelta(seconds=seconds),
@@ -101,7 +123,7 @@ class Ranks:
             rank=self.rank,
             world_size=self.world,
         )
-        sizes = recipe.sizes(self.world, self.env.local_world if self.env.nodes > 1 else 0)
+        sizes = recipe.sizes(self.world, env.local_world if env.nodes > 1 else 0)
         self.status.place = sizes.place(self.rank)
         self.mesh = Mesh(sizes, self.rank)
         self.mesh.connect(self.strategy, device.type, timedelta(seconds=seconds))
@@ -218,6 +240,88 @@ class Ranks:
                 why = f"the first failure was {first}"
             if lost:
                 raise RunFailed(str(self.status.failure(f"it lost the others: {why}"))) from error
+
+
+def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(init_store(env, recipe, store))
+        ranks.connect(recipe)
+        stack.pop_all()
+    return ranks
+
+
+def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
+    """The ranks, which can exchange values but have no device and no process group yet."""
+    if env.launcher not in ("none", "environment"):
+        processes.exit_with_parent(default=os.getppid())
+    ranks = Ranks(env, torch.device("cpu"), recipe.strategy(env.world))
+    if ranks.strategy.distributed:
+        ranks.join(store, recipe.parallel)
+    return ranks
+
+
+def open_store(env: DistEnv, seconds: float) -> dist.Store:
+    """The store of all ranks, which rank 0 serves (under torchrun the agent may)."""
+    if env.world == 1:
+        return dist.HashStore()
+    serves = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    fd = os.environ.get(processes.STORE_FD) if serves and env.launcher == "windlass" else None
+    store = dist.TCPStore(
+        env.addr,
+        env.port,
+        env.world,
+        serves,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,  # a later training of this process has the server that is there
+        master_listen_fd=int(fd) if fd else None,
+    )
+    if serves:
+        # The server outlasts the training: a rank that is ahead may begin the next one before rank
+        # 0 has ended this one, and the launcher's socket serves only once. `id` does nothing.
+        atexit.register(id, store)
+    return store
+
+
+def choose_device(wanted: str, env: DistEnv) -> torch.device:
+    """This rank's GPU if there are GPUs, else the CPU; UserError if a wanted GPU is missing."""
+    visible = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if not visible and wanted == "cuda":
+        problem = 'parallel.device = "cuda", but torch finds no CUDA device here'
+        raise UserError(f'{problem}; use "auto" or "cpu"')
+    if not visible:
+        return torch.device("cpu")
+    # A single visible device may be this rank's own; if it is not, NCCL says so.
+    if env.local_world > visible > 1:
+        here = f"{env.local_world} ranks on this host and {visible} CUDA devices"
+        raise UserError(f'{here}: start one rank for each device, or set parallel.device = "cpu"')
+    device = torch.device("cuda", env.local_rank if visible > 1 else 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def gloo_interface(ranks: Ranks) -> str:
+    """The network interface by which this rank reaches the others; empty: gloo's own choice."""
+    import psutil
+
+    env = ranks.env
+    if env.nodes == 1:
+        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+    # On the first host the route to its own name may be the loopback.
+    places = ranks.all_gather_object("address", [env.node, address_to(env.addr)])
+    others = (address for node, address in places if node and address)
+    own = address_to(env.addr if env.node else next(others, env.addr))
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, every in interfaces if own in {a.address for a in every}), "")
+
+
+def address_to(host: str) -> str:
+    """This machine's address on the route to a host; empty for the loopback."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
+        own = str(probe.getsockname()[0])
+        return "" if own.startswith("127.") else own
+    return ""
 
 
 def lost_contact(error: BaseException) -> bool:

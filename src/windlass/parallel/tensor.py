@@ -25,6 +25,8 @@ from windlass.parallel.collectives import Copy, Gather, Scatter, Sum, gather
 from windlass.parallel.context import DividedBlock, DividedGPT
 
 GPT_PLAN = {
+    "attn": "entrance",
+    "ff": "entrance",
     "attn.qkv": "qkv_colwise",
     "attn.out": "rowwise",
     "ff.gate": "colwise",
@@ -36,7 +38,8 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("gate", "
 
 
 class Entrance:
-    """Gathers an input once for sibling layers, so that its gradient is reduced once."""
+    """Gathers an input once for sibling layers, so that its gradient is reduced once. It serves
+    models of `transformers`, in which other layers may read the same input."""
 
     def __init__(self, readers: int):
         self.readers, self.left = readers, 0
@@ -76,6 +79,13 @@ class Part(nn.Module):
         return Sum.apply(x, self.tensor)  # type: ignore[no-any-return]
 
 
+class Entering(Part):
+    """A module whose parts read only its input, which is gathered once for all of them."""
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        return super().forward(self.enter(x), *args)  # type: ignore[no-any-return]
+
+
 class Columns(Part):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.entrance(x, self.enter))  # type: ignore[no-any-return]
@@ -95,15 +105,6 @@ class DividedEmbedding(Part):
         elsewhere = (tokens < self.held.start) | (tokens >= self.held.stop)
         x = super().forward((tokens - self.held.start).masked_fill(elsewhere, 0))
         return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
-
-
-class DividedPositions(Part):
-    """A whole table of learned positions, looked up for this rank's part of the stream."""
-
-    def forward(self, positions: Tensor) -> Tensor:
-        if self.sequence and self.training:
-            positions = positions.chunk(self.tensor.size, -1)[self.tensor.rank]
-        return super().forward(positions)  # type: ignore[no-any-return]
 
 
 class DividedHead(Part):
@@ -139,8 +140,6 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None) -> tuple
     for block in model.blocks:
         attn: Any = block.attn
         attn.heads, attn.kv_heads = attn.heads // tensor.size, attn.kv_heads // tensor.size
-    if model.settings.position == "learned":
-        divider.style(model.positions, DividedPositions)
     divider.cut_vocabulary("embedding", DividedEmbedding, model.vocab)
     model.head.piece = divider.cut_vocabulary("head", DividedHead, model.vocab)
     cuts = divider.keep_parts()
@@ -184,13 +183,23 @@ class Divider:
         for name, style in plan.items():
             if style == SHARED:
                 continue
+            if style == "entrance":
+                self.style(self.modules[name], Entering)
+                continue
             if style == "rowwise":
                 module = self.style(self.modules[name], Rows)
                 size = module.weight.shape[1]
                 part = self.pieces((size,))
                 self.cuts[f"{name}.weight"] = Cut(1, size, part, self.tensor)
                 continue
-            module = self.style(self.modules[name], Columns)
+            owner, _, last = name.rpartition(".")
+            module = self.modules[name]
+            if plan.get(owner) != "entrance":
+                siblings = next((group for group in SIBLINGS if last in group), (last,))
+                names = (f"{owner}.{other}" for other in siblings)
+                readers = tuple(reader for reader in names if reader in plan)
+                entrance = entrances.setdefault(readers, Entrance(len(readers)))
+                self.style(module, Columns).entrance = entrance
             size = module.weight.shape[0]
             stacked = style == "qkv_colwise"
             sizes = self.network.matrix_parts(f"{name}.weight") if stacked else (size,)
@@ -198,10 +207,6 @@ class Divider:
             self.cuts[f"{name}.weight"] = Cut(0, size, part, self.tensor)
             if module.bias is not None:
                 self.cuts[f"{name}.bias"] = Cut(0, size, part, self.tensor)
-            owner, _, last = name.rpartition(".")
-            siblings = next((group for group in SIBLINGS if last in group), (last,))
-            readers = tuple(f"{owner}.{other}" for other in siblings if f"{owner}.{other}" in plan)
-            module.entrance = entrances.setdefault(readers, Entrance(len(readers)))
 
     def pieces(self, sizes: Sequence[int]) -> tuple[range, ...]:
         """This rank's rows of each of the matrices that are stacked in one."""

@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.choose import LOSS
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
 from windlass.estimate.inputs import read_inputs
@@ -42,6 +41,7 @@ from windlass.study.numbers import BITS, read_numbers
 from windlass.study.results import CellResult, cell_result
 from windlass.study.study import KINDS, Study, load_study
 from windlass.study.sweep import sweep
+from windlass.telemetry.measures import LOSS
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 # Learning rate and batch against the number of parameters (arXiv 2412.04403, section 3). With muP

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from windlass.data.loader import StepBatch
 from windlass.errors import UserError
 from windlass.model.build import evaluating, keeping_modes
-from windlass.parallel.parallelize import unwrap
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast, unwrap
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.recipe.settings import OWN_SUITE

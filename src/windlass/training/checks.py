@@ -21,8 +21,7 @@ from windlass.data.shards import Index
 from windlass.errors import UserError, first_line
 from windlass.model.attention import Documents, takes_documents
 from windlass.model.build import evaluating, scalar
-from windlass.parallel.parallelize import unwrap, varying_shapes
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast, unwrap, varying_shapes
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX

@@ -13,8 +13,7 @@ from windlass.evaluation.generate import Sampling, generate, text_after
 from windlass.evaluation.passes import Passes
 from windlass.evaluation.suites import Suites, SuiteScores, write_predictions
 from windlass.optim.average import Average
-from windlass.parallel.parallelize import unwrap
-from windlass.parallel.precision import autocast
+from windlass.parallel.parallelize import autocast, unwrap
 from windlass.training.record import Recorder
 from windlass.training.stop import StopSignals
 

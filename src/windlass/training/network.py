@@ -28,8 +28,7 @@ from windlass.model.hf import HfModel, use_liger
 from windlass.model.quantised import lower_trained
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
-from windlass.parallel.parallelize import parallelize, unwrap
-from windlass.parallel.precision import resolve_precision
+from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.training.checks import check_documents, check_loss_is_a_sum

@@ -28,11 +28,9 @@ from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import check_fits
-from windlass.parallel.connect import init_process_group, init_store
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import attention_without_plans, unwrap
-from windlass.parallel.precision import resolve_precision
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
+from windlass.parallel.ranks import Ranks, init_store
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.telemetry.console import Console
 from windlass.training.callbacks import Callbacks, UserCode
@@ -98,7 +96,7 @@ def set_up(
         check_shared(ranks, run.path, data_dirs(recipe) if data is None else [])
     if data is None:
         data = open_data(recipe, ranks, resuming=start.from_checkpoint)
-    init_process_group(ranks, recipe)
+    ranks.connect(recipe)
     prepare_device(recipe, stack)
     batch = batch_of(start, ranks, 0 if is_own else data.vocab, free_memory(ranks.device))
     horizon = horizon_of(recipe, data, is_own)

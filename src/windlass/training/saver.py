@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from windlass import processes
-from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of
+from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.format import Base, Checkpoint
 from windlass.checkpoint.save import Writer
@@ -50,7 +50,7 @@ class Saver(Writer):
         user's, whose forward pass may change weights.
         """
         run, recipe, ranks = recorder.run, recorder.recipe, recorder.ranks
-        settings, horizon = recipe.checkpoint, recorder.horizon
+        horizon = recorder.horizon
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
         lengths = {horizon.steps, extended_from or horizon.steps}
         horizons = [replace(horizon, steps=steps) for steps in lengths]
@@ -59,8 +59,8 @@ class Saver(Writer):
             ranks.rank,
             ranks.world,
             attempt=attempt,
-            policy=policy_of(settings, horizons),
-            background=settings.background,
+            settings=recipe.checkpoint,
+            horizons=horizons,
             base=base,
             damaged={c.serial for c in checkpoint.passed_over} if checkpoint else (),
             while_waiting=recorder.beat,

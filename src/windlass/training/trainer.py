@@ -28,9 +28,8 @@ from windlass.optim.average import Average
 from windlass.optim.build import set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import check_gradients_reduced, counted, sync_gradients
+from windlass.parallel.parallelize import autocast, check_gradients_reduced, counted, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
-from windlass.parallel.precision import autocast
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan
 from windlass.training.callbacks import Callbacks

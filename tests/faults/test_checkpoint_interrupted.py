@@ -1,7 +1,8 @@
-"""SIGKILL at every operation of a save, and at random moments: a reader sees the previous
-checkpoint or the new one.
+"""SIGKILL, a full disk and an I/O error at every operation of a save, and SIGKILL at random moments: a
+reader sees the previous checkpoint or the new one, and nothing is left over.
 """
 
+import errno
 import os
 import random
 import signal
@@ -14,12 +15,15 @@ from saving import (
     GRID,
     KILLED,
     SCENES,
+    Failer,
     Killer,
     Recorder,
+    check,
     ended,
     forked,
     hidden,
     prepared,
+    save,
     save_all,
     state,
     step_seen,
@@ -27,10 +31,12 @@ from saving import (
 )
 
 from helpers import wait_for
-from windlass.checkpoint.choose import Policy
 from windlass.checkpoint.commit import recover
 from windlass.checkpoint.save import Writer
 from windlass.fileio import Files
+from windlass.recipe.settings import CheckpointSettings
+
+# -- SIGKILL
 
 
 def operations(folder: Path, scene: str, world: int = 1) -> list[tuple[str, str]]:
@@ -73,7 +79,7 @@ def recovers(run: Path, there: list[int], step: int, world: int = 1) -> int:
     ],
 )
 @pytest.mark.parametrize("scene", SCENES)
-def test_at_every_operation(scratch: Path, scene: str, world: int, every: int) -> None:
+def test_killed_at_every_operation(scratch: Path, scene: str, world: int, every: int) -> None:
     there, step = SCENES[scene]
     log = operations(scratch, scene, world)
     assert len(log) > 25
@@ -122,7 +128,7 @@ def test_the_tidying_up_may_be_killed_too(scratch: Path) -> None:
         *(pytest.param(GRID, victim, 1, marks=pytest.mark.full) for victim in range(GRID)),
     ],
 )
-def test_one_of_several_ranks(scratch: Path, world: int, victim: int, every: int) -> None:
+def test_one_of_several_ranks_is_killed(scratch: Path, world: int, victim: int, every: int) -> None:
     """One rank is killed at any of its operations; the others come to an end by themselves."""
     moments = range(0, saving.count_of_ranks(scratch, world)[victim], every)
     for at in moments:
@@ -149,7 +155,7 @@ def test_one_of_several_ranks(scratch: Path, world: int, victim: int, every: int
 
 
 @pytest.mark.parametrize("kills", [25, pytest.param(220, marks=pytest.mark.full)])
-def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
+def test_killed_at_random_moments_under_load(scratch: Path, kills: int) -> None:
     """Saves one after another in the background, of growing steps and of the same ones again,
     killed somewhere.
     """
@@ -157,8 +163,8 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
     committed, begun = scratch / "committed", scratch / "begun"
 
     def train(first: int, attempt: int) -> None:
-        options = {"attempt": str(attempt), "policy": Policy(last=3)}
-        writer = Writer(run / "checkpoints", **options)
+        settings = CheckpointSettings(keep_last=3)
+        writer = Writer(run / "checkpoints", attempt=str(attempt), settings=settings)
         recover(run / "checkpoints")
         begun.touch()
         for step in range(first, first + 1000):
@@ -187,3 +193,87 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
         assert last >= max(reported, before), "a checkpoint that was reported as committed is lost"
     assert last > 0
     tally("SIGKILL at random moments, saves one after another", kills)
+
+
+# -- errors of the disk
+
+CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(
+    ("there", "lasting"), [((), False), ((1,), False), ((1, 2), False), ((1, 2), True)]
+)
+def test_an_operation_fails(
+    scratch: Path, there: tuple[int, ...], lasting: bool, code: str
+) -> None:
+    """It alone, or for good every write, create and sync from there on; removing still works, as on
+    a full disk.
+    """
+    for_good = ("write", "create", "mkdir", *(("fsync", "fsync_dir") if code == "EIO" else ()))
+    recorder = Recorder()
+    save(prepared(scratch / "traced", *there) / "checkpoints", 2, recorder)
+    for k, operation in enumerate(recorder.log):
+        run = prepared(scratch / f"run-{k}", *there)
+        files = Failer(k, CODES[code], lasting, for_good if lasting else ())
+        outcome = save(run / "checkpoints", 2, files)
+        assert lasting or files.failed == 1
+        seen = step_seen(run)
+        if outcome.error:
+            assert seen == max(there, default=0), operation
+            assert not outcome.warning
+            assert "No space" in outcome.error or "Input/output" in outcome.error
+            assert not hidden(run / "checkpoints"), operation
+        else:  # what failed is tidying up after the commit, or does not matter
+            assert seen == 2, operation
+        recover(run / "checkpoints")
+        assert not hidden(run / "checkpoints") and step_seen(run) == seen
+        assert not save(run / "checkpoints", 3).error  # the next save is tried, and works
+        check(run / "checkpoints" / "step-00000003", 3)
+        assert not hidden(run / "checkpoints"), operation
+    what = "from every operation on, for good" if lasting else "at every operation of a save"
+    tally(f"{code} {what}", len(recorder.log))
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_operation_of_one_of_two_ranks_fails(scratch: Path, victim: int, every: int) -> None:
+    """Both ranks come to the same outcome, at once, though only one had the error."""
+    moments = range(0, saving.count_of_ranks(scratch)[victim], every)
+    for k in moments:
+        run = prepared(scratch / f"run-{k}", 1)
+        directory = run / "checkpoints"
+        children = saving.each_rank(
+            directory, 2, lambda n, k=k: Failer(k) if n == victim else Files(), deadline=30
+        )
+        assert [ended(child) for child in children] == [0, 0]
+        errors = [(run / f"error-{n}").read_text() for n in range(2)]
+        assert bool(errors[0]) == bool(errors[1]), (k, errors)
+        assert step_seen(run) == (1 if errors[0] else 2)
+        if errors[0]:
+            assert "No space" in errors[0]
+            assert "No space" in errors[1] or "gave the save up" in errors[1]
+            assert (victim == 1) == ("rank 1" in errors[0])
+        assert all(name.startswith(".failed-") for name in hidden(directory)), hidden(directory)
+        assert not save(directory, 3, attempt="1").error
+        assert not hidden(directory)
+    tally("ENOSPC at every operation of one rank of two", len(moments))
+
+
+def test_a_rank_that_does_not_deliver_and_comes_late(scratch: Path) -> None:
+    """Rank 1 begins after rank 0 has given up, and is told."""
+    run = prepared(scratch / "run", 1)
+    outcome = save(run / "checkpoints", 2, None, 0, 2, deadline=0.05)
+    assert "no part came from rank 1 within 0.05 s" in outcome.error and step_seen(run) == 1
+    outcome = save(run / "checkpoints", 2, None, 1, 2, deadline=20)
+    assert "gave the save up" in outcome.error
+    assert not save(run / "checkpoints", 3, attempt="1").error
+    assert not hidden(run / "checkpoints") and step_seen(run) == 3
+
+
+def test_retention_that_fails_is_a_warning(scratch: Path) -> None:
+    run = prepared(scratch / "run", 1, 2)
+    files = Failer(0, errno.EIO, lasting=True, only=("rmdir",))
+    outcome = save(run / "checkpoints", 3, files, keep=1)
+    assert not outcome.error and "could not be removed" in outcome.warning and step_seen(run) == 3
+    assert not save(run / "checkpoints", 4).error and step_seen(run) == 4
