@@ -32,7 +32,8 @@ from windlass.evaluation.source import alone
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.parallel.parallelize import divide, parallelize, unwrap
+from windlass.model.sharding import unwrap
+from windlass.parallel.parallelize import divide, parallelize
 from windlass.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.dist

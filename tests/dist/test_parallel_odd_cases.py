@@ -8,7 +8,7 @@ import torch
 from equivalence import built, settings, train
 from harness import run_ranks
 
-from windlass.parallel.parallelize import unwrap
+from windlass.model.sharding import unwrap
 from windlass.recipe import Recipe
 from windlass.training.rank import batch_of
 

@@ -13,8 +13,9 @@ from harness import run_ranks
 from windlass.data.loader import Loader
 from windlass.errors import UserError
 from windlass.model.build import build_model
+from windlass.model.sharding import unwrap
 from windlass.model.size import stage_layers
-from windlass.parallel.parallelize import counted, parallelize, unwrap
+from windlass.parallel.parallelize import counted, parallelize
 from windlass.parallel.pipeline import needs, order, timetable
 from windlass.recipe.network import ModelSettings
 

@@ -18,8 +18,8 @@ from forked import launch
 from helpers import curve, each_step, refused
 from hf_fixtures import config
 from windlass import Callback, Recipe, evaluate, export, load_model, sample, train
+from windlass.data.batch import Batch
 from windlass.data.run_data import Data
-from windlass.data.samples import Batch
 from windlass.run import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"

@@ -19,10 +19,10 @@ from windlass.checkpoint.choose import (
     choose_checkpoint,
     find_checkpoint,
     lineage_at,
-    list_checkpoints,
     read_lineage,
     write_lineage,
 )
+from windlass.checkpoint.listing import list_checkpoints
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.shard import shard_of
 from windlass.errors import UserError

@@ -9,7 +9,7 @@ from windlass.errors import UserError
 from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
-from windlass.training import checks
+from windlass.training import network
 
 
 class Rows:
@@ -54,10 +54,10 @@ def test_only_a_sum_over_labels_passes(kind, labels):
     ranks = Ranks(DistEnv(), torch.device("cpu"))
     given = Model(7, 7), Rows(*labels), ranks, Recipe()
     if kind == "sum":
-        checks.check_loss_is_a_sum(*given)
+        network.check_loss_is_a_sum(*given)
         return
     with pytest.raises(UserError, match='reduction="sum"'):
-        checks.check_loss_is_a_sum(*given)
+        network.check_loss_is_a_sum(*given)
 
 
 def test_samples_without_labels_are_no_reason_to_refuse_a_sum():
@@ -66,4 +66,4 @@ def test_samples_without_labels_are_no_reason_to_refuse_a_sum():
             return (super().forward(tokens).sum(2) * (labels != -100)).sum()
 
     ranks = Ranks(DistEnv(), torch.device("cpu"))
-    checks.check_loss_is_a_sum(Sum(7, 7), Rows(0, 0), ranks, Recipe())
+    network.check_loss_is_a_sum(Sum(7, 7), Rows(0, 0), ranks, Recipe())

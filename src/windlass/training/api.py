@@ -83,7 +83,7 @@ def train(
     """
     from windlass.training.callbacks import UserCode
 
-    env, code = detect_env(), UserCode(callbacks, suites or {})
+    env = detect_env()
     if env.launcher != "none" and world not in (0, env.world):
         problem = f"this process is one of {env.world} ({env.launcher})"
         raise UserError(f"{argument('world', world)}: {problem}; leave it out")
@@ -98,16 +98,16 @@ def train(
             return finished_run(start)
         check_start(start.recipe, world if local else env.world, own_model=model is not None)
         start.recipe.check_packages()
-        code.check(start.recipe)
+        user = UserCode(model, own_data(data, start.recipe), callbacks, suites or {})
+        user.check(start.recipe)
         if not local:
             from windlass.training.rank import train_rank
 
-            train_rank(start, code, stop, model, own_data(data, start.recipe), stop_at)
+            train_rank(start, user, stop, stop_at)
     if local:
         options = {"extend-to": extend_to, "branch-from": branch_from, "stop-at": stop_at}
         train_local_ranks(start, wanted, world, fresh, options)
-    # The parts refer to each other: free the device's memory, files and sockets now.
-    gc.collect()
+    gc.collect()  # the parts refer to each other: free the device's memory, files and sockets now
     return Run(start.run.path)  # with the recipe that an extension has changed
 
 
