@@ -16,14 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from windlass.checkpoint.choose import (
-    Lineage,
-    first_undamaged,
-    lineage_at,
-    read_lineage,
-    record,
-    write_lineage,
-)
+from windlass.checkpoint import choose
 from windlass.checkpoint.commit import recover
 from windlass.checkpoint.format import Checkpoint
 from windlass.data.shards import Index
@@ -73,7 +66,7 @@ class RunDirectory:
         paths = self.ranks.decide(
             "candidates", lambda: list(map(str, candidate_checkpoints(self.start, horizon)))
         )
-        return first_undamaged(list(map(Path, paths)), self.ranks)
+        return choose.first_undamaged(list(map(Path, paths)), self.ranks)
 
     def _lock(self, stack: ExitStack) -> tuple[int, str, list[str]]:
         """Lock the directory; returns the attempt, its name and warnings."""
@@ -110,23 +103,26 @@ class RunDirectory:
         """Record the settings that a resume has changed; every rank calls it."""
         path, recipe = self.run.path, self.start.recipe
         self.ranks.decide(
-            "settings", lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())
+            "settings",
+            lambda: choose.record(
+                path, choose.read_lineage(path) or choose.Lineage(), recipe, Files()
+            ),
         )
 
 
-def write_start(start: Start, choice: Checkpoint | None, files: Files | None = None) -> None:
+def write_start(start: Start, checkpoint: Checkpoint | None, files: Files | None = None) -> None:
     """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
     files, run = files or Files(), start.run
     if not start.resuming:
         files.make_dirs(run.path)
-    path, step = (choice.path, choice.step) if choice else (None, 0)
-    lineage = lineage_at(run.path, path, step, job_id())
+    path, step = (checkpoint.path, checkpoint.step) if checkpoint else (None, 0)
+    lineage = choose.lineage_at(run.path, path, step, job_id())
     if start.resuming and not start.extends_from:
-        write_lineage(run.path, lineage, files)
+        choose.write_lineage(run.path, lineage, files)
     else:
         longer = {"train.steps": start.recipe.train.steps}
         recipe = run.recipe.replace(longer) if start.resuming else start.recipe
-        record(run.path, lineage, recipe, files)
+        choose.record(run.path, lineage, recipe, files)
 
 
 def compare(checkpoint: Checkpoint, meta: Mapping[str, Any]) -> list[str]:

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from windlass.checkpoint.format import Checkpoint
 from windlass.data.describe import DataFacts, describe, lines
 from windlass.data.describe import warnings as data_warnings
-from windlass.data.mixture import Mixture, shares_of_run
+from windlass.data.mixture import shares_of_run
 from windlass.data.run_data import Data
 from windlass.errors import plural
 from windlass.fileio import read_json
@@ -25,27 +24,21 @@ from windlass.training.bad_steps import SMALLER
 from windlass.training.network import Network
 from windlass.training.record import Recorder
 from windlass.training.start import Start
+from windlass.training.trainer import Trainer
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
 
 
 def report_start(
-    recorder: Recorder,
-    start: Start,
-    network: Network,
-    data: Data,
-    batch: BatchPlan,
-    mixture: Mixture | None,
-    checkpoint: Checkpoint | None,
-    warnings: list[str],
+    trainer: Trainer, start: Start, network: Network, data: Data, origin: str, warnings: list[str]
 ) -> None:
-    """Report a start that has succeeded; all ranks call it."""
-    ranks, console = recorder.ranks, recorder.console
-    state, horizon = recorder.state, recorder.horizon
+    """Report a start that has succeeded; all ranks call it. `origin`: its checkpoint."""
+    recorder, batch, ranks = trainer.recorder, trainer.batch, trainer.ranks
+    console, state, horizon = recorder.console, trainer.state, trainer.horizon
     launch, places = record_launch(recorder, network)
     facts = describe(data)
-    if mixture is not None:
-        facts["mixture"] = shares_of_run(mixture, horizon)
+    if trainer.mixture is not None:
+        facts["mixture"] = shares_of_run(trainer.mixture, horizon)
     console.header(header(recorder, network, batch, facts, launch), state.step)
     console.log(places)
     for text in (*warnings, *data_warnings(facts)):
@@ -74,7 +67,7 @@ def report_start(
     name = "resumed" if start.resuming and state.step else "started"
     if start.branch_from:
         name, event["branched_from"] = "branched", str(start.branch_from.absolute())
-    recorder.emit(name, f"resumed from {checkpoint.path}" if checkpoint else "", **event)
+    recorder.emit(name, f"resumed from {origin}" if origin else "", **event)
     # A start that ran out of memory recorded the smaller micro-batch, but could not report it.
     reported = [e["micro_batch"] for e in start.run.events if e["event"] == OUT_OF_MEMORY]
     recorded = read_json(start.run.path / SMALLER).get("micro_batch")

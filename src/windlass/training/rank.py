@@ -196,7 +196,8 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
         stop=stop,
         stop_at=stop_at,
     )
-    report_start(recorder, start, network, data, batch, mixture, checkpoint, warnings)
+    resumed_from = str(checkpoint.path) if checkpoint else ""
+    report_start(trainer, start, network, data, resumed_from, warnings)
     if start.changes:  # last, so that a start that dies before it reports them does so again
         directory.write_settings()
     return trainer

@@ -118,25 +118,21 @@ class Recorder:
         self.padded_tokens += result.padded_tokens
         self.console.tick(self.state.step)
         if not self.started_up:
-            self.first_step()
+            self.started_up = True
+            self.console.done()
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize(self.ranks.device)
+            self.goodput.enter("train")
+            seconds = self.goodput.seconds()
+            startup, whole = seconds["startup"], sum(seconds.values())
+            first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
+            parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
+            text = f"first step done {whole:.1f} s after the start: {parts}"
+            self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
         if self.profile.ends(self.state.step):
             with self.outside("save"):
                 text, files = self.profile.write()
             self.emit("profile", text, files=files, warning=not files)
-
-    def first_step(self) -> None:
-        """Report the time until the first step of this start is done."""
-        self.started_up = True
-        self.console.done()
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)
-        self.goodput.enter("train")
-        seconds = self.goodput.seconds()
-        startup, whole = seconds["startup"], sum(seconds.values())
-        first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
-        parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
-        text = f"first step done {whole:.1f} s after the start: {parts}"
-        self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
 
     def train(
         self, result: StepResult, lr: float, loss_scale: Tensor | None, mixture: Mixture | None

@@ -55,16 +55,11 @@ class Saver(Writer):
             while_waiting=recorder.beat,
         )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
-        self.recipe, self.ranks, self.losses, self.scaler = recipe, ranks, losses, scaler
+        self.grace, self.ranks = recipe.checkpoint.grace_seconds, ranks
+        self.losses, self.scaler = losses, scaler
         self.average, self.meta, self.is_own = average, meta, is_own
         if checkpoint is not None:
             self.newest = self.committed = self.state.step
-
-    @property
-    def due(self) -> bool:
-        """Whether a save is due at this step."""
-        periods = self.recipe.checkpoint.every, self.recipe.checkpoint.keep_every
-        return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
 
     def save(self, reason: str = PERIODIC) -> None:
         """Begin to save; before the state changes, `settle` is called."""
@@ -147,7 +142,7 @@ class Saver(Writer):
             if self.busy:
                 needed += max(0.0, last - (time.monotonic() - self.began))
         # From a signal to the end of the run: the setting's, or more in a batch job.
-        grace = max(self.recipe.checkpoint.grace_seconds, job_grace())
+        grace = max(self.grace, job_grace())
         needed, grace = self.ranks.broadcast_object("needed", (needed, grace))
         left = grace - max(seconds)
         end = time.monotonic() + left

@@ -27,14 +27,7 @@ from windlass.model.gpt import seed_generators
 from windlass.model.modes import scalar
 from windlass.optim.average import Average
 from windlass.optim.schedule import lr_multiplier, set_lr
-from windlass.parallel.collectives import (
-    count_async,
-    max_async,
-    norm_and_sum,
-    scale_gradients,
-    sum_over_ranks,
-    sum_over_tensor_ranks,
-)
+from windlass.parallel import collectives
 from windlass.parallel.parallelize import check_gradients_reduced, counted, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
 from windlass.parallel.precision import autocast
@@ -164,7 +157,9 @@ class Trainer:
                 self.stop.hold()  # from here on a signal saves before it ends the process
                 # All ranks act on these after the same step; gloo exchanges them meanwhile.
                 callback_stops = bool(self.callbacks.stop_reason)
-                flags = max_async([self.stop.requested, self.saver.failures, callback_stops], ranks)
+                flags = collectives.max_async(
+                    [self.stop.requested, self.saver.failures, callback_stops], ranks
+                )
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 recorder.profile.begin(state.step + 1)
                 result = self.step(batch, multiplier)
@@ -182,7 +177,9 @@ class Trainer:
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
-                save_due, evaluation_due = self.saver.due, evaluator.due
+                periods = recipe.checkpoint.every, recipe.checkpoint.keep_every
+                save_due = any(horizon.due(every, state.step) for every in periods)
+                evaluation_due = evaluator.due
                 asked = bool(stop_asked) or state.step == self.stop_at
                 stopping = bool(stop_requested) or (asked and not last)
                 measured = evaluation_due or evaluator.sample_due
@@ -192,7 +189,7 @@ class Trainer:
                 if due or not self.bad_steps.deferred:
                     self.bad_steps.decide()
                 if log_due or self.callbacks.see_steps:
-                    sum_over_ranks(result.loss, ranks)  # in place
+                    collectives.sum_over_ranks(result.loss, ranks)  # in place
                 lr = recipe.optim.lr * multiplier
                 self.callbacks.stepped(lr, batch, result)
                 if log_due:
@@ -224,7 +221,7 @@ class Trainer:
         scale = self.scaler.scale
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
-        counts = count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
+        counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
@@ -270,8 +267,8 @@ class Trainer:
         check_gradients_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale
-        sum_over_tensor_ranks(self.parameters, ranks)
-        grad_norm, zero = norm_and_sum(self.counted, loss * 0, ranks)
+        collectives.sum_over_tensor_ranks(self.parameters, ranks)
+        grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks)
         grad_norm = grad_norm if scale is None else grad_norm / scale
         bad = self.bad_steps.observe(loss, grad_norm, zero)
         if self.bad_steps.deferred:  # the device makes no update if it is 1
@@ -284,7 +281,7 @@ class Trainer:
             # On CUDA the host does not wait for the value.
             needed = ranks.device.type != "cpu" or float(divisor) != 1.0
             if not set_divisor(self.optimizer, divisor if needed else None):
-                scale_gradients(self.parameters, 1 / divisor)
+                collectives.scale_gradients(self.parameters, 1 / divisor)
             set_lr(self.optimizer, lr_multiplier, step)
             self.optimizer.step()
             self.average.update(bad)
