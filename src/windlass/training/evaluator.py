@@ -90,7 +90,6 @@ class Evaluator:
 
     @property
     def sample_due(self) -> bool:
-        """Whether to generate texts at this step."""
         due = self.horizon.due(self.recipe.eval.sample_every, self.state.step)
         return due and can_sample(self.model, self.suites.tokenizer)
 

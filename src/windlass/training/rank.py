@@ -239,7 +239,6 @@ def mixture_of(
 
 
 def prepare_device(recipe: Recipe, stack: ExitStack) -> None:
-    """Configure torch until `stack` ends."""
     if torch.are_deterministic_algorithms_enabled() != recipe.train.deterministic:
         torch.use_deterministic_algorithms(recipe.train.deterministic)  # imports torch's compiler
     if recipe.data.ragged_:

@@ -94,7 +94,6 @@ class Recorder:
         return {line["kind"] for line in lines if line["step"] == self.state.step}
 
     def evaluated(self, scores: Mapping[str, Any]) -> None:
-        """An `eval` line."""
         state = self.state
         where = {"epoch": state.epochs(self.horizon), "samples_trained": state.samples}
         line = self.ledger.write("eval", state.step, **scores, **where)
@@ -174,7 +173,6 @@ class Recorder:
         self.console.step(line)
 
     def totals(self) -> dict[str, int]:
-        """The counts of tokens and samples so far."""
         state = self.state
         totals = {"tokens": state.tokens, "samples": state.samples}
         if state.label_tokens != state.tokens:  # some labels are masked
@@ -188,7 +186,6 @@ class Recorder:
             yield
 
     def beat(self) -> None:
-        """Touch the heartbeat file if it is time."""
         now = time.monotonic()
         if self.ranks.main and now >= self._next_beat:
             self._next_beat = now + HEARTBEAT_SECONDS

@@ -99,7 +99,6 @@ class Saver(Writer):
         return self.newest == step  # an earlier save may have failed
 
     def report(self, saves: list[Save]) -> None:
-        """Report the saves that have ended."""
         recorder = self.recorder
         for save in saves:
             step = save.step
