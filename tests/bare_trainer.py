@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.data.batch import Batch
 from windlass.data.loader import MicroBatch, StepBatch
-from windlass.data.samples import Batch
+from windlass.model.sharding import unwrap
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer
-from windlass.parallel.parallelize import counted, resolve_precision, unwrap
+from windlass.parallel.parallelize import counted, resolve_precision
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.telemetry.timing import StepTimer
-from windlass.training.nonfinite import BadSteps
+from windlass.training.bad_steps import BadSteps
 from windlass.training.state import LossScaler, LossSum, TrainState
 from windlass.training.trainer import Trainer
 

@@ -102,7 +102,7 @@ def write_corpus(path: Path, words: int = 8000, seed: int = 0) -> Path:
 
 def kept(run: Run | Path) -> dict[int, list[str]]:
     """Why each checkpoint of a run is kept, by step."""
-    from windlass.checkpoint.choose import list_checkpoints
+    from windlass.checkpoint.listing import list_checkpoints
 
     rows = list_checkpoints(run.path if isinstance(run, Run) else run).checkpoints
     return {row["step"]: row["kept"] for row in rows}

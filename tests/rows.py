@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from windlass.data.samples import Batch
+from windlass.data.batch import Batch
 from windlass.recipe.settings import IGNORE_INDEX
 
 

@@ -16,10 +16,10 @@ from rows import Rows
 from windlass.data.loader import Loader
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.model.sharding import cut_of
+from windlass.model.sharding import cut_of, unwrap
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.parallel.parallelize import parallelize
 from windlass.recipe import Horizon, Recipe, dotted
 
 STEPS, BATCH, CONTEXT, VOCAB = 3, 16, 12, 37

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from bare_trainer import bare_trainer, full_rows
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.model.sharding import unwrap
+from windlass.parallel.parallelize import parallelize
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.training.trainer import Trainer

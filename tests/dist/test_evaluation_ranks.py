@@ -28,12 +28,12 @@ from windlass.evaluation.likelihood import (
     log_likelihoods,
 )
 from windlass.evaluation.passes import Passes
-from windlass.evaluation.source import alone
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.parallel.parallelize import divide, parallelize, unwrap
-from windlass.parallel.ranks import Ranks
+from windlass.model.sharding import unwrap
+from windlass.parallel.parallelize import divide, parallelize
+from windlass.parallel.ranks import Ranks, alone
 
 pytestmark = pytest.mark.dist
 

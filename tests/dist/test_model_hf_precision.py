@@ -11,8 +11,9 @@ from harness import grad_norm, recipe, run_ranks
 import hf_fixtures
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
+from windlass.model.sharding import unwrap
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import autocast, parallelize, sync_gradients, unwrap
+from windlass.parallel.parallelize import autocast, parallelize, sync_gradients
 
 
 def loss_and_norm(model, settings, ranks) -> tuple[float, float]:

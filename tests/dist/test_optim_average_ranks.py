@@ -8,7 +8,7 @@ from equivalence import BATCH, STEPS, built, gathered, rows, settings, train
 from harness import run_ranks
 
 from windlass.evaluation.likelihood import evaluate_loss
-from windlass.parallel.parallelize import unwrap
+from windlass.model.sharding import unwrap
 
 pytestmark = pytest.mark.dist
 BETA = 0.6

@@ -19,10 +19,11 @@ from bare_trainer import bare_trainer, full_rows
 from windlass.checkpoint.state_dict import named_state
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.model.sharding import Cut, Peers, with_cut
+from windlass.model.sharding import Cut, Peers, unwrap, with_cut
 from windlass.optim.adamw import places, random_bits
-from windlass.optim.build import build_optimizer, set_lr
-from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.optim.build import build_optimizer
+from windlass.optim.schedule import set_lr
+from windlass.parallel.parallelize import parallelize
 from windlass.recipe import Recipe
 from windlass.recipe.settings import OptimSettings
 

@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
+from windlass.model.sharding import unwrap
 from windlass.optim.build import build_optimizer
-from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.parallel.parallelize import parallelize
 from windlass.recipe import dotted
 
 # Rows that 2, 3 and 4 ranks share unevenly, and 12 matrices.

@@ -11,10 +11,12 @@ from toy import micro_batch, toy
 from windlass.checkpoint.state_dict import named_state
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
+from windlass.model.sharding import unwrap
 from windlass.optim import shard
-from windlass.optim.build import build_optimizer, set_lr
+from windlass.optim.build import build_optimizer
+from windlass.optim.schedule import set_lr
 from windlass.parallel.collectives import scale_gradients
-from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.parallel.parallelize import parallelize
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 

@@ -12,6 +12,7 @@ from equivalence import built, settings, train
 from harness import Join, grad_norm, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
+from windlass.model.sharding import unwrap
 from windlass.parallel.collectives import (
     max_async,
     norm_and_sum,
@@ -19,7 +20,7 @@ from windlass.parallel.collectives import (
     sum_over_ranks,
 )
 from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import resolve_precision, unwrap
+from windlass.parallel.parallelize import resolve_precision
 from windlass.parallel.ranks import choose_device, init_ranks
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES

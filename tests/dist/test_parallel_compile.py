@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import hf_fixtures
-from windlass.data.samples import positions_of
+from windlass.data.batch import positions_of
 from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
@@ -23,9 +23,10 @@ from windlass.model.attention import Documents
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.loss import loss_tail
+from windlass.model.sharding import unwrap
 from windlass.model.size import CHUNK_BYTES
 from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import autocast, parallelize, unwrap
+from windlass.parallel.parallelize import autocast, parallelize
 from windlass.parallel.ranks import Ranks, init_ranks
 
 VOCAB = 64

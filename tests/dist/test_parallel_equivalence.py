@@ -32,7 +32,7 @@ from equivalence import (
 )
 from harness import run_ranks
 
-from windlass.data.samples import Batch, positions_of
+from windlass.data.batch import Batch, positions_of
 
 OLD = {"model__heads": 4}
 NEW = {

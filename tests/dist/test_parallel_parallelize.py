@@ -12,8 +12,9 @@ from equivalence import gathered
 from harness import Join, recipe, run_ranks
 from toy import micro_batch, toy
 
+from windlass.model.sharding import unwrap
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import LOW, autocast, parallelize, sync_gradients, unwrap
+from windlass.parallel.parallelize import LOW, autocast, parallelize, sync_gradients
 
 pytestmark = pytest.mark.dist
 

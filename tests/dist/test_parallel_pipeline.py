@@ -11,11 +11,15 @@ from equivalence import VOCAB, built, rows, settings
 from harness import run_ranks
 
 from windlass.data.loader import Loader
-from windlass.errors import UserError
+from windlass.errors import UserError, needs
 from windlass.model.build import build_model
+from windlass.model.sharding import unwrap
 from windlass.model.size import stage_layers
-from windlass.parallel.parallelize import counted, parallelize, unwrap
-from windlass.parallel.pipeline import Task, timetable
+from windlass.parallel.parallelize import counted, parallelize
+from windlass.parallel.pipeline import (
+    Task,
+    timetable,
+)
 from windlass.recipe.network import ModelSettings
 
 TWO = {"accumulation": 4, "pipeline": 2, "model__layers": 5}

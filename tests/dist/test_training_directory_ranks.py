@@ -7,7 +7,7 @@ import pytest
 from harness import Join, recipe, run_ranks
 
 from helpers import refused
-from windlass.training.checks import check_shared
+from windlass.training.directory import check_shared
 
 pytestmark = pytest.mark.dist
 

@@ -22,8 +22,8 @@ import hf_fixtures
 from helpers import curve, refused, windlass
 from windlass import evaluate, generate, load_model, train
 from windlass.checkpoint.base import frozen_weights
-from windlass.checkpoint.choose import list_checkpoints
 from windlass.checkpoint.format import Checkpoint, open_checkpoint
+from windlass.checkpoint.listing import list_checkpoints
 from windlass.cli import main
 from windlass.errors import installed
 from windlass.estimate.inputs import read_inputs

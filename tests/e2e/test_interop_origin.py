@@ -17,8 +17,9 @@ from helpers import refused, windlass
 from windlass import train
 from windlass.evaluation.api import evaluate
 from windlass.evaluation.generate import Sampling, generate
-from windlass.evaluation.source import Source, alone, find_source, load_model, open_model
+from windlass.evaluation.source import Source, find_source, load_model, open_model
 from windlass.interop.export import export
+from windlass.parallel.ranks import alone
 from windlass.run import Run
 
 

@@ -8,7 +8,7 @@ import pytest
 from forked import forking
 from helpers import refused, tiny_recipe, write_corpus
 from windlass import evaluate, plan, sweep, train
-from windlass.checkpoint.choose import list_checkpoints
+from windlass.checkpoint.listing import list_checkpoints
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
 from windlass.study.study import Study

@@ -13,8 +13,9 @@ from helpers import each_step
 from windlass import train
 from windlass.data.open import open_data
 from windlass.data.order import permute
-from windlass.evaluation.source import alone, find_source, open_model
+from windlass.evaluation.source import find_source, open_model
 from windlass.model.size import count, flops_per_token
+from windlass.parallel.ranks import alone
 from windlass.reports.charts import charts
 from windlass.reports.view import RunView
 from windlass.run import Run

@@ -9,7 +9,8 @@ from small_runs import corpus, curve, recipe_of, stopped
 
 from helpers import best_step
 from windlass import train
-from windlass.checkpoint.choose import find_checkpoint, list_checkpoints
+from windlass.checkpoint.choose import find_checkpoint
+from windlass.checkpoint.listing import list_checkpoints
 from windlass.run import Run
 
 __all__ = ["corpus"]

@@ -97,6 +97,7 @@ def test_work_is_counted_in_tokens_without_padding_and_those_in_the_loss_apart(l
     assert last["tokens"] == epochs * facts["tokens"]
     assert last["label_tokens"] == epochs * facts["label_tokens"]
     assert last["label_tokens"] < last["tokens"]
+    assert last["padded_tokens_per_s"] > last["tokens_per_s"]
     assert (summary["tokens"], summary["label_tokens"]) == (last["tokens"], last["label_tokens"])
     log = alone.log_path.read_text()
     assert f"12 questions, {facts['tokens']:,} tokens, {facts['label_tokens']:,} of them" in log

@@ -149,48 +149,6 @@ def test_first_weights_come_from_a_run(corpus, tmp_path, grid):
 
 
 @pytest.mark.parametrize(
-    "layout", [TENSOR, pytest.param(CONTEXT, marks=pytest.mark.full)], ids=["tensor", "context"]
-)
-def test_conversations_of_unequal_lengths_and_hellaswag(corpus, tmp_path, layout):
-    """The rows of each micro-batch have another length, which the ranks do not divide."""
-    chat, items = tmp_path / "chat.jsonl", tmp_path / "items.jsonl"
-    talks = [[("user", f"{i}?"), ("assistant", "la " * (i * 7 % 11 + 1))] for i in range(40)]
-    rows = [{"messages": [{"role": r, "content": c} for r, c in talk]} for talk in talks]
-    chat.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    endings = ["la la", "no", "la la la la", "never la"]
-    asked = [{"ctx": f"What {i}?", "endings": endings, "label": i % 4} for i in range(6)]
-    items.write_text("".join(json.dumps(item) + "\n" for item in asked))
-    more: dict[str, object] = {
-        "data.format": "chat",
-        "data.source": f"'{chat}'",
-        "data.dir": f"'{tmp_path / 'data'}'",
-        "data.tokenizer": "byte",
-        "data.val_fraction": 0.2,
-        "model.context": 65,
-        "train.steps": 4,
-        "eval.every": 2,
-        "eval.hellaswag_file": f"'{items}'",
-        "eval.suites": '["loss", "hellaswag"]',
-        "eval.sample_every": 2,
-        "eval.sample_tokens": 9,
-    }
-    windlass(*words(corpus, tmp_path / "run", layout, **more))
-    run = Run(tmp_path / "run")
-    alone = train(recipe_of(corpus, tmp_path / "alone", micro=2, **FP64, **more))
-    assert_weights_and_curves(run, alone)
-    for mine, other in zip(run.lines("eval"), alone.lines("eval"), strict=True):
-        measured = {key: x for key, x in other.items() if key in ("loss", "tokens", "acc", "items")}
-        assert len(measured) == 2
-        assert {key: mine[key] for key in measured} == pytest.approx(measured, rel=EXACT)
-    texts = [[line["text"] for line in each.lines("sample")] for each in (run, alone)]
-    assert texts[0] == texts[1] and len(texts[0]) == 2
-    for line in run.lines("train"):
-        seconds = line["step_ms"] / 1e3
-        assert line["padded_tokens_per_s"] > line["tokens_per_s"]
-        assert line["samples_per_s"] * seconds == pytest.approx(8)
-
-
-@pytest.mark.parametrize(
     ("options", "said"),
     [
         ("--world 3 parallel.tensor=2", "start 2 or 4 ranks (--world 2)"),

@@ -77,11 +77,6 @@ def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
     assert saved["updates_skipped"] == 1
 
 
-def test_fp16_trains_on_a_cpu(corpus, tmp_path):
-    lines = train(recipe_of(corpus, tmp_path / "run", **{"train.precision": "fp16"})).lines("train")
-    assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["loss_scale"] >= 1
-
-
 @pytest.mark.parametrize(
     ("before", "after", "scale"), [("bf16", "fp16", SCALE_START), ("fp16", "fp32", None)]
 )

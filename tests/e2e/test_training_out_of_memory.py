@@ -46,8 +46,11 @@ def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return limit
 
 
-def test_a_smaller_micro_batch_where_memory_runs_out(corpus, tmp_path, memory_for):
-    recipe = recipe_of(corpus, tmp_path / "run")
+def test_a_smaller_micro_batch_where_memory_runs_out(corpus, tmp_path, memory_for, monkeypatch):
+    resets = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    recipe = recipe_of(corpus, tmp_path / "run", strategy="ddp", **{"train.compile": True})
     small = untouched(recipe, "train.micro_batch=2")
     memory_for(3)
     stopped(recipe, 4)
@@ -55,6 +58,8 @@ def test_a_smaller_micro_batch_where_memory_runs_out(corpus, tmp_path, memory_fo
     assert curve(run) == curve(small), "bit for bit the run with that micro-batch, resumed or not"
     assert sizes(run, "out_of_memory") == [4, 2], "and not again at the resume"
     assert run.recipe.train.micro_batch == 0
+    # else the blocks are compiled for a batch that varies, and a resume compiles them otherwise
+    assert resets == [1, 1]
     log = run.log_path.read_text()
     assert "train.micro_batch=2" in log and "dropout draws" not in log
 
@@ -145,26 +150,3 @@ def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forwar
     run = train(recipe)
     assert sizes(run, "out_of_memory") == [4, 2]
     assert run.state == "finished" and curve(run) == curve(small)
-
-
-def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_failed(
-    corpus, tmp_path, monkeypatch
-):
-    backward, calls, resets = torch.Tensor.backward, [], []
-
-    def limited(self: torch.Tensor, *rest: Any, **more: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            raise exhausted()
-        backward(self, *rest, **more)
-
-    changes = ["parallel.strategy=ddp", "train.compile=true"]
-    recipe = recipe_of(corpus, tmp_path / "run").replace(changes)
-    monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
-    monkeypatch.setattr(torch.Tensor, "backward", limited)
-    run = train(recipe)
-    assert run.state == "finished" and len(sizes(run, "out_of_memory")) == 1
-    assert run.events[0]["compiles"] is True
-    # else the blocks are compiled for a batch that varies, and a resume compiles them otherwise
-    assert resets == [1]

@@ -293,23 +293,28 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
     assert Run(tmp_path / "run.old-1").state == "finished"
 
 
-def test_a_new_run_does_not_start_among_other_files(tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with refused("fresh=True"):
-        resolve_start(Recipe.load("quickstart", [f"run.dir='{tmp_path}'"]))
-
-
-@pytest.mark.parametrize("fresh", [True, False])
-def test_a_new_run_cannot_resume_from_what_it_will_not_have(tmp_path, fresh):
+@pytest.mark.parametrize(
+    ("file", "fresh", "setting", "words"),
+    [
+        ("thesis.tex", False, "run.name=a", ("fresh=True",)),
+        ("log.txt", False, "checkpoint.resume=5", ("checkpoint.resume", "5")),
+        ("recipe.toml", True, "checkpoint.resume=5", ("checkpoint.resume", "5")),
+        ("recipe.toml", True, "model.init_from=missing", ("model.init_from", "not a run")),
+        ("recipe.toml", True, "model.init_from=hf:gpt2", ("model.kind=hf model.name=gpt2",)),
+    ],
+)
+def test_what_a_new_run_cannot_begin_with_is_found_before_a_rename(
+    tmp_path, file, fresh, setting, words
+):
     run = tmp_path / "run"
-    recipe = Recipe.load("quickstart", [f"run.dir='{run}'", "checkpoint.resume=5"])
-    if fresh:
-        run.mkdir()
-        (run / "recipe.toml").write_text(recipe.toml())
-    with refused("checkpoint.resume", "5"):
-        resolve_start(recipe, fresh=fresh)
-    # nothing was renamed
-    assert [p.name for p in tmp_path.iterdir()] == ["run"] * fresh
+    recipe = Recipe.load("quickstart", [f"run.dir='{run}'", setting])
+    run.mkdir()
+    (run / file).write_text(recipe.toml())
+    with refused(*words):
+        train(recipe, fresh=fresh)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    if "init_from" in setting:
+        assert resolve_start(recipe).resuming, "its checkpoints have the weights"
 
 
 @pytest.mark.parametrize("order", ["shuffled", "shards-shuffled"])
@@ -317,20 +322,6 @@ def test_the_log_says_whether_shards_are_shuffled(corpus, tmp_path, order):
     run = stopped(recipe_of(corpus, tmp_path / "run", **{"data.order": order}), 1)
     [data] = [line for line in run.log_path.read_text().splitlines() if "text.txt: " in line]
     assert ("shards in file order" in data) == (order == "shards-shuffled")
-
-
-@pytest.mark.parametrize(
-    ("origin", "words"), [("missing", "not a run"), ("hf:gpt2", "model.kind=hf model.name=gpt2")]
-)
-def test_a_wrong_origin_is_found_before_the_old_run_is_renamed(tmp_path, origin, words):
-    run = tmp_path / "run"
-    recipe = Recipe.load("quickstart", [f"run.dir='{run}'", f"model.init_from='{origin}'"])
-    run.mkdir()
-    (run / "recipe.toml").write_text(recipe.toml())
-    with refused("model.init_from", words):
-        train(recipe, fresh=True)
-    assert [p.name for p in tmp_path.iterdir()] == ["run"]
-    assert resolve_start(recipe).resuming, "its checkpoints have the weights"
 
 
 def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tmp_path):
@@ -404,20 +395,6 @@ def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_pat
     recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 11, "eval.every": 0})
     run = train(recipe)
     assert run.state == "finished" and (run.checkpoints_dir / "step-00000012").is_dir()
-
-
-def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
-    recipe = recipe_of(corpus, tmp_path / "run", **FLAT | KEEP_ALL)
-    train(recipe)
-    run = train(recipe.replace("telemetry.every=2", "eval.every=5"), extend_to=16)
-    assert (run.recipe.train.steps, run.recipe.telemetry.every, run.recipe.eval.every) == (16, 2, 5)
-    changed = next(e["settings"] for e in run.events if e["event"] == "settings_changed")
-    assert list(changed) == ["eval.every", "telemetry.every"]
-    seen = RunView(run)
-    assert seen.start["steps"] == seen.numbers.step == 16
-    assert [r.what for r in seen.restarts] == ["resumed"]
-    again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
-    assert RunView(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
 
 
 def test_the_first_loss_and_gradient_are_those_of_torch(corpus, tmp_path):

@@ -10,9 +10,10 @@ from helpers import each_step, record_trainers, tiny_recipe
 from windlass import train
 from windlass.checkpoint.format import open_checkpoint
 from windlass.model.gpt import initialise
-from windlass.parallel.parallelize import unwrap
+from windlass.model.sharding import unwrap
 from windlass.recipe import Recipe
 from windlass.run import Run
+from windlass.seeds import seed_of
 from windlass.training import rank, trainer
 from windlass.training.state import TrainState
 
@@ -87,7 +88,7 @@ def forget(monkeypatch, component: str) -> None:
         first = lambda checkpoint, model, *_: initialise(unwrap(model), 1337)  # noqa: E731
         monkeypatch.setattr(rank, "restore", first)
     elif component == "dropout seed":
-        monkeypatch.setattr(trainer, "step_seed", lambda seed, step, micro: seed + step + micro)
+        monkeypatch.setattr(trainer, "seed_of", lambda name: seed_of(f"{name} of another run"))
     elif component == "order seed":
         monkeypatch.setattr(trainer, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
     else:

@@ -12,7 +12,7 @@ LENGTHS = ([100, 1, 155], [256], [3] * 80 + [16])
 
 
 def documents_on(device: Any) -> Any:
-    from windlass.data.samples import positions_of
+    from windlass.data.batch import positions_of
     from windlass.model.attention import Documents
 
     numbers = torch.stack(

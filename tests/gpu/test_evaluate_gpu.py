@@ -89,7 +89,8 @@ def test_a_model_of_transformers_trains_as_on_the_cpu_and_is_exported_with_its_l
     from transformers import AutoModelForCausalLM
 
     from windlass import export, train
-    from windlass.evaluation.source import alone, find_source, open_model
+    from windlass.evaluation.source import find_source, open_model
+    from windlass.parallel.ranks import alone
 
     if settings:
         pytest.importorskip("peft")

@@ -27,9 +27,10 @@ from windlass.data.tokenizer_kinds import (
 )
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate
-from windlass.evaluation.source import Source, alone, find_source, open_model
+from windlass.evaluation.source import Source, find_source, open_model
 from windlass.fileio import Files
 from windlass.interop.export import export, save_tokenizer
+from windlass.parallel.ranks import alone
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.start import resolve_start

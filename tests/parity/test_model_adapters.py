@@ -20,11 +20,12 @@ from windlass import sample, train
 from windlass.errors import installed
 from windlass.estimate.layout import layout_of
 from windlass.estimate.memory import memory
-from windlass.evaluation.source import alone, find_source, open_model
+from windlass.evaluation.source import find_source, open_model
 from windlass.interop.export import export
 from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import initialise
+from windlass.parallel.ranks import alone
 from windlass.recipe import Recipe, RecipeError
 from windlass.run import Run
 

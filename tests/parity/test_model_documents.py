@@ -17,10 +17,11 @@ import hf_fixtures
 from helpers import curve, refused
 from rows import Rows
 from windlass import train
+from windlass.data.batch import Batch
 from windlass.data.corpus import Corpus
 from windlass.data.loader import to_tensor
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens
+from windlass.data.samples import BestFitSamples, PackedSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
 from windlass.data.tokenizer_kinds import byte_tokenizer

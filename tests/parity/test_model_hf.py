@@ -27,10 +27,11 @@ from windlass.errors import UserError
 from windlass.evaluation.api import sample
 from windlass.evaluation.generate import Sampling, generate
 from windlass.model.attention import Documents
-from windlass.model.build import build_model, materialise
+from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, open_hf
 from windlass.model.hf_network import head_form
+from windlass.model.sharding import materialise
 from windlass.model.size import CHUNK_BYTES
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX

@@ -12,20 +12,20 @@ import torch
 
 from helpers import kept, refused
 from windlass.checkpoint.choose import (
-    LINEAGE,
     Lineage,
     choose_checkpoint,
     find_checkpoint,
     lineage_at,
-    list_checkpoints,
     read_lineage,
     write_lineage,
 )
+from windlass.checkpoint.listing import list_checkpoints
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import shard_of
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
+from windlass.recipe.layers import LINEAGE
 from windlass.recipe.settings import CheckpointSettings
 
 

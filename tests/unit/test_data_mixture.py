@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from data_fixtures import conversations, documents, jsonl
 from windlass.data import mixture as module
+from windlass.data.batch import Batch
 from windlass.data.loader import Loader
 from windlass.data.mixture import (
     BLOCK,
@@ -25,7 +26,6 @@ from windlass.data.mixture import (
 )
 from windlass.data.open import open_data, open_samples
 from windlass.data.prepare import find_prepared
-from windlass.data.samples import Batch
 from windlass.errors import UserError
 from windlass.recipe import Horizon, Recipe, plan_batch
 

@@ -12,9 +12,10 @@ from sample_fixtures import examples, opened
 
 from data_fixtures import conversations, recipe_for
 from helpers import refused, windlass
+from windlass.data.batch import real_tokens
 from windlass.data.describe import describe, lines
 from windlass.data.open import open_data
-from windlass.data.samples import BestFitSamples, best_fit, real_tokens
+from windlass.data.samples import BestFitSamples, best_fit
 
 
 def best_fit_decreasing(sizes, context):

@@ -13,9 +13,9 @@ from sample_fixtures import Example, examples, opened
 
 from data_fixtures import documents, jsonl, questions, recipe_for, text_hash
 from helpers import refused
+from windlass.data.batch import real_tokens
 from windlass.data.loader import eval_batches
 from windlass.data.open import open_data
-from windlass.data.samples import real_tokens
 
 
 def cut(one: Example, context: int) -> tuple[list[int], list[bool]] | None:

@@ -24,9 +24,9 @@ from windlass.evaluation.likelihood import (
     evaluate_loss,
     read_items,
 )
-from windlass.evaluation.source import alone
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
+from windlass.parallel.ranks import alone
 from windlass.recipe import Recipe
 
 ALONE = alone("cpu")

@@ -22,10 +22,10 @@ from windlass.errors import UserError
 from windlass.evaluation.harness import Interrupted, adapter, generate_until, run_harness
 from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
 from windlass.evaluation.passes import Passes
-from windlass.evaluation.source import alone
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import parallelize
+from windlass.parallel.ranks import alone
 from windlass.recipe import Recipe
 from windlass.recipe.settings import EvalSettings
 

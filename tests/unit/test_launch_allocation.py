@@ -13,7 +13,6 @@ import pytest
 from helpers import command, programs, refused, windlass
 from windlass.launch import allocation
 from windlass.launch.allocation import (
-    Allocation,
     free_port,
     has_openmpi,
     job_variables,
@@ -25,6 +24,7 @@ from windlass.launch.allocation import (
     save_job,
     wait_for_ranks,
 )
+from windlass.launch.schedulers.base import Allocation
 from windlass.launch.schedulers.slurm import expand_counts, expand_hosts
 
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]"}

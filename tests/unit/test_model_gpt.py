@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_fixtures
-from windlass.model import size
+from windlass.estimate.layout import checkpoint_bytes
 from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import GPT, RotaryEmbedding, generator, initialise
 from windlass.model.size import (
@@ -239,9 +239,9 @@ def test_flops_and_bytes_of_known_models() -> None:
     assert flops_per_token(gpt2, 50304) == 6 * 123_689_472 + 12 * 12 * 768 * 1024
     # An embedding that is not the head is only looked up.
     assert count(c4, 50257).multiplied == 29_995_520 - 50257 * 256 - 256 * 256
-    assert size.checkpoint_bytes(recipe, 50257) == 12 * 29_995_520
+    assert checkpoint_bytes(recipe, 50257) == 12 * 29_995_520
     muon = recipe.replace("optim.kind=muon")
-    assert size.checkpoint_bytes(muon, 50257) == 12 * 29_995_520 - 4 * 4 * 1_048_576
+    assert checkpoint_bytes(muon, 50257) == 12 * 29_995_520 - 4 * 4 * 1_048_576
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
     network["vocab"] = hf_fixtures.VOCAB
     assert whole == CountedSizes(total, total, hf_fixtures.VOCAB, network)
     assert whole.flops_per_token() == 6 * total
-    assert size.checkpoint_bytes(recipe, 0, whole) == 12 * total
+    assert checkpoint_bytes(recipe, 0, whole) == 12 * total
     if kind == "llama":
         targets = {"rank": 4, "targets": ["q_proj", "v_proj"]}
         recipe = Recipe.model_validate({"model": {**tree, "lora": targets}})
@@ -290,6 +290,6 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
         assert lora == CountedSizes(total + adapters, adapters, hf_fixtures.VOCAB, network)
         # a frozen matrix has no gradient
         assert lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters
-        assert size.checkpoint_bytes(recipe, 0, lora) == 12 * adapters
+        assert checkpoint_bytes(recipe, 0, lora) == 12 * adapters
         archive = recipe.replace("checkpoint.with_base=true")
-        assert size.checkpoint_bytes(archive, 0, lora) == 4 * (total + adapters) + 8 * adapters
+        assert checkpoint_bytes(archive, 0, lora) == 4 * (total + adapters) + 8 * adapters

@@ -13,13 +13,8 @@ from windlass import train
 from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model
 from windlass.model.gpt import GPT, initialise
-from windlass.optim.build import (
-    build_optimizer,
-    count_groups,
-    describe_groups,
-    make_groups,
-    set_lr,
-)
+from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups
+from windlass.optim.schedule import set_lr
 from windlass.recipe import ModelSettings, OptimSettings, Recipe
 
 VOCAB, BASE = 23, 32

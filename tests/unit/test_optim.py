@@ -12,9 +12,9 @@ from torch import nn
 from windlass.model.build import build_model, sizes_of
 from windlass.model.gpt import GPT
 from windlass.model.size import describe_sizes
-from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups, set_lr
+from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups
 from windlass.optim.muon import COEFFICIENTS, MuonAdamW, orthogonalise, update_scale
-from windlass.optim.schedule import lr_multiplier
+from windlass.optim.schedule import lr_multiplier, set_lr
 from windlass.recipe import Horizon, ModelSettings, OptimSettings, Recipe, ScheduleSettings
 
 

@@ -15,7 +15,8 @@ from windlass.estimate import tensors as planned
 from windlass.model.sharding import Cut, Peers, with_cut
 from windlass.optim import adamw, muon
 from windlass.optim.adamw import BF16_DROPPED, FP8_DROPPED, places, random_bits, rounded
-from windlass.optim.build import build_optimizer, set_lr
+from windlass.optim.build import build_optimizer
+from windlass.optim.schedule import set_lr
 from windlass.recipe.settings import OptimSettings
 
 BF16 = {"train__master": "bf16", "train__precision": "bf16"}

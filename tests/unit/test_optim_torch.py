@@ -10,10 +10,11 @@ import torch
 from helpers import curve, refused, tiny_recipe, write_corpus
 from windlass import errors, train
 from windlass.checkpoint.format import open_checkpoint
+from windlass.checkpoint.state_dict import from_tensors, to_tensors
 from windlass.errors import installed
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.optim.build import build_optimizer, from_tensors, library_optimizer, to_tensors
+from windlass.optim.build import build_optimizer, library_optimizer
 from windlass.recipe import Recipe, RecipeError
 from windlass.recipe.settings import LIBRARY_OPTIMIZERS, OptimSettings
 

@@ -10,10 +10,10 @@ from windlass.telemetry.environment import (
     describe_launch,
     describe_places,
     describe_rank,
-    scrub,
     scrub_command,
     write_environment,
 )
+from windlass.variables import scrub
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

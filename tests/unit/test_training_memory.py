@@ -53,36 +53,25 @@ def chosen(ranks, free, run=None, vocab=VOCAB, recipe=GPT2):
 
 
 def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
-    def run(*events):
-        lines = [{"kind": "event", "step": 0, **event} for event in events]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        Run(tmp_path).metrics_path.write_text(text)
-        return Run(tmp_path)
+    start = {"kind": "event", "step": 0, "event": "started", "world": 1, "micro_batch": 32}
 
-    start = {"event": "started", "world": 1, "micro_batch": 32}
-
-    def smaller(size, world=1):
-        (tmp_path / "micro_batch.json").write_text(
-            json.dumps({"world": world, "micro_batch": size})
-        )
+    def resumed(free=int(60e9), smaller=None, **changes):
+        Run(tmp_path).metrics_path.write_text(json.dumps(start | changes) + "\n")
+        (tmp_path / "micro_batch.json").write_text(json.dumps(smaller or {}))
+        return chosen(ranks, free, Run(tmp_path))
 
     with init_ranks(DistEnv(), GPT2) as ranks:
         largest = chosen(ranks, int(60e9))
         assert largest > 32
-        assert chosen(ranks, int(60e9), run(start)) == 32
+        assert resumed() == resumed(free=None) == 32
         # Samples of another batch, or of other ranks, are divided anew.
-        assert chosen(ranks, int(60e9), run(start | {"micro_batch": 7})) == largest
-        assert chosen(ranks, int(60e9), run(start | {"world": 2})) == largest
+        assert resumed(micro_batch=7) == resumed(world=2) == largest
         assert chosen(ranks, int(60e9), vocab=0) == BY_TOKENS  # a user's own model
         # A CPU has the rule by tokens.
         assert chosen(ranks, None) == GPT2.batch(1, "cpu").micro_batch
-        assert chosen(ranks, None, run(start)) == 32
-        smaller(8, world=2)
-        assert chosen(ranks, int(60e9), run(start)) == 32
-        smaller(8)
-        assert chosen(ranks, int(60e9), run(start)) == 8
-        smaller(2)
-        assert chosen(ranks, None, run(start)) == 2
+        assert resumed(smaller={"world": 2, "micro_batch": 8}) == 32
+        assert resumed(smaller={"world": 1, "micro_batch": 8}) == 8
+        assert resumed(free=None, smaller={"world": 1, "micro_batch": 2}) == 2
 
 
 def test_a_model_of_transformers_has_the_micro_batch_of_its_size(tmp_path):

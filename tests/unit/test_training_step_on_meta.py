@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bare_trainer import bare_trainer
+from windlass.data.batch import Batch
 from windlass.data.loader import MicroBatch
-from windlass.data.samples import Batch
 from windlass.model.gpt import GPT
 from windlass.model.size import CHUNK_BYTES
 from windlass.parallel.env import DistEnv

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ from windlass.fileio import Files
 from windlass.recipe import Horizon, Recipe
 from windlass.recipe.layers import LINEAGE, RECIPE
 from windlass.recipe.settings import LOSS_SUITE, CheckpointSettings
-from windlass.run import Run, last_start
+from windlass.run import Run
 from windlass.telemetry.summary import Scores, scores_by_step
 
 if TYPE_CHECKING:
@@ -213,51 +213,3 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoin
     choice = first_undamaged(named_candidates(source), ranks)
     assert choice is not None
     return choice
-
-
-@dataclass(frozen=True)
-class CheckpointList:
-    """The content of a run's `checkpoints`."""
-
-    run: Path
-    verified: bool  # every byte was hashed; otherwise sizes were compared
-    measure: str  # the recipe's `checkpoint.best`
-    bases: list[dict[str, Any]]  # to which the checkpoints refer
-    checkpoints: list[dict[str, Any]]  # by step; `time` (UTC), `bytes`, `world`: None if damaged
-
-
-def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointList:
-    """The checkpoints of a run by step; `verify` hashes every byte. UserError: no such run."""
-    run = Run.open(run_dir)
-    recipe, ledger, best = run.recipe, run.ledger(), run.recipe.checkpoint.best
-    horizons = list[Horizon]()
-    if began := last_start(ledger):
-        horizons = [recipe.horizon(began["steps"], began["samples_per_epoch"])]
-    scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS_SUITE, best)}
-    saved = checkpoints_in(run.checkpoints_dir)
-    good = [c.content for c in saved if c.content]
-    why = retain(good, recipe.checkpoint, horizons, scores[best])
-    rows = [
-        {
-            "step": c.step,
-            "path": c.path,
-            "time": c.content and c.content.time,
-            "bytes": c.content and c.content.bytes,
-            "world": c.content and c.content.world,
-            "scores": {measure: values.get(c.step) for measure, values in scores.items()},
-            "kept": why.get(c.serial, []),
-            "problem": c.verify() if verify else c.problem,
-        }
-        for c in sorted(saved, key=lambda c: c.step)
-    ]
-    listed = list[dict[str, Any]]()
-    for title, base in {c.base.title: c.base for c in good if c.base}.items():
-        listed.append({"name": title, "files": len(base.files), "bytes": base.bytes, "problem": ""})
-        if verify:
-            from windlass.checkpoint.base import open_base  # imports torch
-
-            try:
-                open_base(base, recipe, download=False)
-            except UserError as error:
-                listed[-1]["problem"] = error.text
-    return CheckpointList(run.path, verify, best, listed, rows)

@@ -26,12 +26,11 @@ from windlass.model.sharding import (
     is_sharded,
     local_part,
     sharding_dim,
+    unwrap,
     whole_shape,
     with_cut,
 )
-from windlass.optim.build import from_tensors, to_tensors
 from windlass.optim.shard import ShardedOptimizer
-from windlass.parallel.parallelize import unwrap
 from windlass.parallel.pipeline import stage_of
 
 TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
@@ -155,6 +154,27 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
             fill(checkpoint, full, _cut_like(tensor, parameter))
             tensors[key] = tensor
         from_tensors(tensors, optimizer.state[parameter], group)
+
+
+def to_tensors(
+    state: Mapping[str, Tensor], group: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The state of a parameter of `group`, with the counts that `pytorch_optimizer` holds in the
+    group; `defaults` are the optimizer's settings."""
+    counts = {key: n for key, n in group.items() if type(n) is int and key not in defaults}
+    tensors = {f"group.{key}": torch.tensor(n) for key, n in counts.items()} if state else {}
+    return {**state, **tensors}
+
+
+def from_tensors(
+    tensors: Mapping[str, Tensor], state: dict[str, Any], group: dict[str, Any]
+) -> None:
+    """Put tensors of `to_tensors` into an empty state, and the counts into the group."""
+    for key, tensor in tensors.items():
+        if key.startswith("group."):
+            group[key.removeprefix("group.")] = int(tensor)
+        else:
+            state[key] = tensor
 
 
 def _some(items: list[str]) -> str:

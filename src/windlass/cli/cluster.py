@@ -19,7 +19,7 @@ from windlass.cli import Json, Overrides, print_json
 from windlass.processes import WINDLASS, exit_with_parent
 
 if TYPE_CHECKING:
-    from windlass.launch.allocation import Allocation
+    from windlass.launch.schedulers.base import Allocation
     from windlass.preflight.check import Check
 
 

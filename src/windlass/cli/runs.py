@@ -87,7 +87,7 @@ def checkpoints(
     """
     from rich.filesize import decimal
 
-    from windlass.checkpoint.choose import list_checkpoints
+    from windlass.checkpoint.listing import list_checkpoints
     from windlass.telemetry.measures import show
     from windlass.telemetry.terminal import print_table
 

@@ -20,7 +20,6 @@ from windlass.errors import DONE, FAILED, UserError, first_line, plural
 from windlass.processes import QUIET_END, exit_with_parent
 
 if TYPE_CHECKING:
-    from windlass.recipe import Recipe
     from windlass.run import Run
     from windlass.verification import Proof
 
@@ -48,6 +47,7 @@ def train(
     gc.disable()  # what the imports create stays; the loop of the training enables it
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe
+    from windlass.run import Run
     from windlass.training import api
     from windlass.training.stop import StopSignals
 
@@ -57,28 +57,14 @@ def train(
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
     if env.launcher == "none" and (world > 1 or max_restarts):
         gc.enable()
-        return train_local_ranks(loaded, world or 1, max_restarts, start)
+        code = api.launch_ranks(loaded, world or 1, sys.argv[1:], start, max_restarts)
+        if code == DONE:
+            return show_end(Run(loaded.run_dir))  # with the recipe that an extension has changed
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C keeps the exit code
+        return code
     with StopSignals():  # while torch is imported; the training has its own
         run = api.train(loaded, world=world, **start, stop_at=stop_at)
     return show_end(run) if env.rank == 0 and run.state == "finished" else DONE
-
-
-def train_local_ranks(recipe: Recipe, world: int, max_restarts: int, start: dict[str, Any]) -> int:
-    """Repeat this command as local ranks, and show the end of the run."""
-    from windlass.run import Run
-    from windlass.training import api
-    from windlass.training.start import resolve_start
-
-    plan = resolve_start(recipe, **start)
-    if plan.finished:
-        return show_end(api.finished_run(plan))
-    api.check_start(plan.recipe, world)
-    plan.recipe.check_packages()
-    code = api.launch_ranks(plan.recipe, sys.argv[1:], world, max_restarts, plan.from_checkpoint)
-    if code == DONE:
-        return show_end(Run(plan.run.path))  # with the recipe that an extension has changed
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C keeps the exit code
-    return code
 
 
 PROVED = {True: ("proved", "green"), False: ("FAILED", "red"), None: ("not tried", "yellow")}

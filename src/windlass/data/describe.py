@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any, TypedDict
 
+from windlass.data.batch import Samples, real_tokens
 from windlass.data.mixture import MANY_EPOCHS
 from windlass.data.prepare import Prepared
 from windlass.data.run_data import Data
-from windlass.data.samples import BestFitSamples, ExampleSamples, Samples, real_tokens
+from windlass.data.samples import BestFitSamples, ExampleSamples
 from windlass.data.split import Division, Part
 from windlass.errors import plural
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from windlass.data.corpus import CACHE, LocalFile
+from windlass.data.files import local_files
 from windlass.data.progress import Progress
 from windlass.data.recipe_sources import SourceSpec
 from windlass.data.remote import RemoteFile, list_urls
 from windlass.data.shards import Index, Shard, bad_shard, on_disk, unknown_id
-from windlass.data.sources import local_files
 from windlass.errors import first_line
 
 BLOCK_TOKENS = 1 << 21

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from windlass.data.batch import Batch, Samples
 from windlass.data.mixture import Mixture
 from windlass.data.order import sample_indices
-from windlass.data.samples import Batch, Samples
 from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
 

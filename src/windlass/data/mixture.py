@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from windlass.data.batch import Batch, Samples, masks_documents, positions_of, real_tokens
 from windlass.data.order import permute, sample_indices
-from windlass.data.samples import Batch, Samples, masks_documents, positions_of, real_tokens
 from windlass.recipe import DataSettings, Horizon
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -91,6 +91,15 @@ class Mixture:
         sources, _ = layout(self.seed, block.start, block.counts)
         inside = sources[: stop - block.start]
         return np.asarray(block.before) + np.bincount(inside, minlength=len(block.counts))
+
+    def progress(self, samples: int) -> dict[str, float]:
+        """Fields of a `train` line: samples and epochs of each source after `samples` samples."""
+        fields, sources = dict[str, float](), self.samples
+        counts = self.counts(samples).tolist()
+        for name, part, count in zip(sources.names, sources.parts, counts, strict=True):
+            fields[f"source.{name}.samples"] = count
+            fields[f"source.{name}.epochs"] = count / len(part)
+        return fields
 
 
 def shares_of_run(mixture: Mixture, horizon: Horizon) -> list[dict[str, Any]]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from windlass.data.batch import Samples
 from windlass.data.mixture import MixedSamples
 from windlass.data.prepare import Prepared, prepare
 from windlass.data.run_data import Data
-from windlass.data.samples import BestFitSamples, ExampleSamples, PackedSamples, Samples, Tokens
+from windlass.data.samples import BestFitSamples, ExampleSamples, PackedSamples, Tokens
 from windlass.data.split import Part, divide
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from windlass.data.batch import Batch, Samples
 from windlass.data.chat import Template
-from windlass.data.samples import Batch, Samples
 from windlass.data.split import Division
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError

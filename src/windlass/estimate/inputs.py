@@ -13,9 +13,9 @@ from windlass.errors import UserError, argument, first_line
 from windlass.estimate.calendar import recipe_vocab, resolve_steps
 from windlass.estimate.candidates import layout_on
 from windlass.estimate.devices import Device, find_device, peak_flops, table, this_device
-from windlass.estimate.layout import Layout
+from windlass.estimate.layout import Layout, checkpoint_bytes
 from windlass.hub import missing_package
-from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
+from windlass.model.size import CountedSizes, count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.run import Line, Run, last_start
 
@@ -172,9 +172,9 @@ def with_ledger(inputs: PlanInputs, train: Sequence[Line], started: Line) -> Pla
 
 def with_prepared_data(inputs: PlanInputs) -> PlanInputs:
     """The inputs with sizes of the prepared data, or with the reason why they are unknown."""
+    from windlass.data.batch import real_tokens
     from windlass.data.open import open_samples
     from windlass.data.prepare import find_prepared
-    from windlass.data.samples import real_tokens
 
     recipe, width = inputs.recipe, 0.0
     try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from windlass.model.size import MASTER_BYTES
+from windlass.model.size import MASTER_BYTES, CountedSizes, block_matrices, count, moment_bytes
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES, Strategy
 
@@ -135,3 +136,16 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         compile=compiles(recipe, device),
         master=MASTER_BYTES[recipe.train.master],
     )
+
+
+def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = None) -> int:
+    """Bytes of weights, optimizer state and average; `counted`: of a model that is not our GPT."""
+    master = MASTER_BYTES[recipe.train.master]
+    state = moment_bytes(recipe.optim.kind, master) + master * (recipe.train.average > 0)
+    if counted is None:
+        model, total = recipe.model, count(recipe.model, vocab).total
+        # Muon has one moment for a block's matrix.
+        one_moment = model.layers * block_matrices(model) if recipe.optim.kind == "muon" else 0
+        return math.ceil((master + state) * total) - master * one_moment
+    weights = master * counted.trained if recipe.refers_to_base else counted.weight_bytes()
+    return weights + math.ceil(state * counted.trained)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from windlass.errors import UserError
 from windlass.estimate.calendar import recipe_vocab
-from windlass.estimate.layout import COMPUTE_BYTES, Layout, layout_of
+from windlass.estimate.layout import COMPUTE_BYTES, Layout, checkpoint_bytes, layout_of
 from windlass.estimate.rank import ranks_of
 from windlass.estimate.tensors import CHUNK, CHUNK_COPIES, Tensors
-from windlass.model.size import CountedSizes, checkpoint_bytes, moment_bytes, unit_blocks
+from windlass.model.size import CountedSizes, moment_bytes, unit_blocks
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 

@@ -26,8 +26,9 @@ from windlass.evaluation.passes import Passes
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.suites import Suites, SuiteScores, step_name, write_predictions
 from windlass.fileio import make_dir, read_json, write_atomic
+from windlass.model.sharding import unwrap
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import autocast, resolve_precision, unwrap
+from windlass.parallel.parallelize import autocast, resolve_precision
 from windlass.parallel.ranks import Ranks, alone, init_ranks
 from windlass.recipe import Changes, Recipe, dotted
 from windlass.recipe.settings import LOSS_SUITE, SUITE

@@ -19,9 +19,10 @@ from torch import Tensor
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.passes import PLAIN, Passes
-from windlass.model.build import casting_once, evaluating
+from windlass.model.modes import casting_once, evaluating
+from windlass.model.sharding import unwrap
 from windlass.parallel.collectives import max_async
-from windlass.parallel.parallelize import unwrap, varying_shapes
+from windlass.parallel.parallelize import varying_shapes
 from windlass.parallel.ranks import Ranks, alone
 from windlass.seeds import seed_bytes
 

@@ -13,7 +13,7 @@ from windlass.errors import UserError, require
 from windlass.evaluation.generate import Sampling, generate_divided, window
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.passes import PLAIN, Passes
-from windlass.parallel.parallelize import unwrap
+from windlass.model.sharding import unwrap
 from windlass.parallel.ranks import Ranks
 from windlass.recipe.settings import EvalSettings
 

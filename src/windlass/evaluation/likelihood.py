@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from windlass.data.batch import Samples
 from windlass.data.items import record_of
 from windlass.data.loader import eval_batches
 from windlass.data.mixture import MixedSamples
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.samples import Samples
 from windlass.data.sources import open_source
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.passes import PLAIN, Passes
 from windlass.model.attention import documents_of
-from windlass.model.build import casting_once, evaluating, scalar
 from windlass.model.loss import SourceSums, takes_sources
+from windlass.model.modes import casting_once, evaluating, scalar
+from windlass.model.sharding import unwrap
 from windlass.parallel.collectives import sum_async, sum_over_stages
-from windlass.parallel.parallelize import unwrap
 from windlass.parallel.ranks import Ranks
 from windlass.recipe.settings import IGNORE_INDEX
 

@@ -22,7 +22,8 @@ from windlass.model.adapters import CONFIG as ADAPTER
 from windlass.model.adapters import adapter_settings, fill_from_adapter
 from windlass.model.build import build_model, own_module
 from windlass.model.gpt import initialise
-from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.model.sharding import unwrap
+from windlass.parallel.parallelize import parallelize
 from windlass.parallel.ranks import Ranks, alone
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import NO_LAYOUT

@@ -13,7 +13,7 @@ from windlass.data.items import Question, question_prompt
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluation.generate import Sampling, generate_divided, window
 from windlass.evaluation.passes import PLAIN, Passes
-from windlass.parallel.parallelize import unwrap
+from windlass.model.sharding import unwrap
 from windlass.parallel.ranks import Ranks
 
 MAX_ANSWER_CHARACTERS = 160  # one of a thousand answers in SQuAD is longer

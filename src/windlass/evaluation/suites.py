@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from windlass.data.batch import Samples, Subset
 from windlass.data.chat import Template, stop_tokens
 from windlass.data.items import Question
-from windlass.data.samples import Samples, Subset
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluation.harness import run_harness
 from windlass.evaluation.likelihood import (

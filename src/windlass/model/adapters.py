@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from windlass.errors import UserError, first_line, require
 from windlass.fileio import read_json
-from windlass.model.gpt import assign
 from windlass.model.hf_files import WeightFiles
+from windlass.model.sharding import assign
 from windlass.recipe.network import LoraSettings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from windlass.errors import UserError
 from windlass.model.gpt import GPT
 from windlass.model.quantised import BF16, Linear4bit, lower_frozen, lower_trained
-from windlass.model.sharding import is_fsdp, is_sharded
+from windlass.model.sharding import materialise
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
 
@@ -75,29 +73,6 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
         raise UserError(f"{problem}; drop one of them")
 
 
-def materialise(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    """Move parameters and buffers in place; meta tensors get storage without values."""
-    moved: dict[Tensor, Any] = {}
-    for module in model.modules():
-        for tensors, target in ((module._parameters, device), (module._buffers, buffer_device)):
-            for name, tensor in tensors.items():
-                if tensor is None or tensor.device == target:
-                    continue
-                if tensor not in moved:
-                    data = tensor.data
-                    if not data.is_meta:
-                        new = data.to(target)
-                    elif is_sharded(data):
-                        new = torch.empty_like(data, device=target)
-                    else:  # `empty_like` of a meta tensor imports sympy
-                        how: Any = {"dtype": data.dtype, "device": target}
-                        new = torch.empty_strided(data.shape, data.stride(), **how)
-                    if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, tensor.requires_grad)
-                    moved[tensor] = new
-                tensors[name] = moved[tensor]
-
-
 def read_sizes(recipe: Recipe, vocab: int = 0) -> CountedSizes:
     return sizes_of(build_model(recipe, vocab))
 
@@ -136,63 +111,3 @@ def own_module(model: nn.Module, context: int) -> nn.Module:
     from windlass.model.hf import wrap
 
     return wrap(model, context)
-
-
-def set_training(model: nn.Module) -> None:
-    """Put a user's module in training mode: `from_pretrained` returns models in evaluation mode.
-
-    A frozen part or a single layer inside a training module keeps its evaluation mode.
-    """
-    parts = [part for whole in model.modules() if whole.training for part in whole.children()]
-    evaluating = [part for part in parts if not part.training]
-    model.train()
-    for part in evaluating:
-        if not any(p.requires_grad for p in part.parameters()) or not list(part.children()):
-            part.eval()
-
-
-def scalar(loss: Any) -> Tensor:
-    """The loss that a model's forward pass returned; UserError if it is not a scalar tensor."""
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        return loss
-    shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
-    what = f"a {type(loss).__name__}{shape}"
-    advice = "return a scalar, the loss summed over labels that are not -100"
-    raise UserError(f"forward(tokens, labels) of your model returned {what}; {advice}")
-
-
-@contextmanager
-def keeping_modes(model: nn.Module) -> Iterator[None]:
-    """Give every part of a module its mode (training or evaluation) back at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:  # a whole before its parts
-            if module.training != training:
-                module.train(training)  # an override may do more: loralib adds adapters to weights
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off inside; afterwards modes are restored, and FSDP2's root is sharded again."""
-    with keeping_modes(model):
-        model.eval()
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache()
-            for module in model.modules():
-                if is_fsdp(module):
-                    module.reshard()
-
-
-@contextmanager
-def casting_once(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Around one of several passes with equal weights, of which only the first casts them."""
-    torch.autocast_increment_nesting()
-    try:
-        with autocast():
-            yield
-    finally:
-        torch.autocast_decrement_nesting()

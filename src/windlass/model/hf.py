@@ -23,7 +23,6 @@ from windlass.model import adapters, hf_files, hf_network
 from windlass.model.attention import Documents
 from windlass.model.gpt import multiplied
 from windlass.model.loss import (
-    IGNORE_INDEX,
     Piece,
     SourceSums,
     Tail,
@@ -36,6 +35,7 @@ from windlass.model.quantised import Linear4bit, raised
 from windlass.model.sharding import assign
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
+from windlass.recipe.settings import IGNORE_INDEX
 from windlass.seeds import seed_of
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -33,6 +34,10 @@ def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
 
 def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 class Peers(NamedTuple):
@@ -160,6 +165,29 @@ def assign(parameter: Tensor, full: Tensor) -> None:
 def place_of(offsets: tuple[int, ...], box: Tensor) -> tuple[slice, ...]:
     """The indices of a box in the whole tensor."""
     return tuple(slice(at, at + size) for at, size in zip(offsets, box.shape, strict=True))
+
+
+def materialise(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
+    """Move parameters and buffers in place; meta tensors get storage without values."""
+    moved: dict[Tensor, Any] = {}
+    for module in model.modules():
+        for tensors, target in ((module._parameters, device), (module._buffers, buffer_device)):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device == target:
+                    continue
+                if tensor not in moved:
+                    data = tensor.data
+                    if not data.is_meta:
+                        new = data.to(target)
+                    elif is_sharded(data):
+                        new = torch.empty_like(data, device=target)
+                    else:  # `empty_like` of a meta tensor imports sympy
+                        how: Any = {"dtype": data.dtype, "device": target}
+                        new = torch.empty_strided(data.shape, data.stride(), **how)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
+                    moved[tensor] = new
+                tensors[name] = moved[tensor]
 
 
 def become(module: nn.Module, part: type[nn.Module]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
 BYTES_FP32 = 4
@@ -154,19 +152,6 @@ class CountedSizes:
     def flops_per_token(self) -> int:
         """FLOPs per token without attention: 6 per trained parameter, 4 per frozen one."""
         return 4 * self.total + 2 * self.trained
-
-
-def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = None) -> int:
-    """Bytes of weights, optimizer state and average; `counted`: of a model that is not our GPT."""
-    master = MASTER_BYTES[recipe.train.master]
-    state = moment_bytes(recipe.optim.kind, master) + master * (recipe.train.average > 0)
-    if counted is None:
-        model, total = recipe.model, count(recipe.model, vocab).total
-        # Muon has one moment for a block's matrix.
-        one_moment = model.layers * block_matrices(model) if recipe.optim.kind == "muon" else 0
-        return math.ceil((master + state) * total) - master * one_moment
-    weights = master * counted.trained if recipe.refers_to_base else counted.weight_bytes()
-    return weights + math.ceil(state * counted.trained)
 
 
 def describe_network(network: dict[str, Any]) -> str:

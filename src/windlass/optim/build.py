@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.errors import UserError, did_you_mean, first_line, plural
@@ -38,27 +37,6 @@ def library_optimizer(settings: OptimSettings) -> type[Any] | None:
         text = first_line(error)
         raise UserError(f"optim.options: {settings.kind} rejects them: {text}") from None
     return optimizer
-
-
-def to_tensors(
-    state: Mapping[str, Tensor], group: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """The state of a parameter of `group`, with the counts that `pytorch_optimizer` holds in the
-    group; `defaults` are the optimizer's settings."""
-    counts = {key: n for key, n in group.items() if type(n) is int and key not in defaults}
-    tensors = {f"group.{key}": torch.tensor(n) for key, n in counts.items()} if state else {}
-    return {**state, **tensors}
-
-
-def from_tensors(
-    tensors: Mapping[str, Tensor], state: dict[str, Any], group: dict[str, Any]
-) -> None:
-    """Put tensors of `to_tensors` into an empty state, and the counts into the group."""
-    for key, tensor in tensors.items():
-        if key.startswith("group."):
-            group[key.removeprefix("group.")] = int(tensor)
-        else:
-            state[key] = tensor
 
 
 ParameterGroup = dict[str, Any]
@@ -116,29 +94,6 @@ def build_optimizer(
     else:
         optimizer = library(groups, lr=settings.lr, **settings.options)
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
-
-
-def set_lr(optimizer: torch.optim.Optimizer, multiplier: float, number: int = 0) -> None:
-    """Set every group's learning rate to its peak times `multiplier`, on the host. The `number` of
-    the update and the seed determine the rounding of bf16 weights."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * multiplier
-        if "number" in group:
-            group["number"] = number
-
-
-def set_divisor(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> bool:
-    """Have the next update divide the gradients by a scalar; False if the caller must do it."""
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    if divisor is None:
-        return True
-    able = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if not able or divisor.dtype != torch.float32:  # as the kernel takes it
-        return False
-    if optimizer.param_groups[0]["params"][0].device != divisor.device:
-        return False  # torch would copy it to offloaded parameters without waiting
-    optimizer.grad_scale = divisor.detach()  # type: ignore[attr-defined]
-    return True
 
 
 def width_multiple(model: Any) -> float:

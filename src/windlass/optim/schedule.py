@@ -18,10 +18,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from windlass.errors import UserError
 from windlass.recipe.settings import ScheduleSettings
 from windlass.recipe.units import Duration, Horizon
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 def schedule_horizon(schedule: ScheduleSettings, horizon: Horizon) -> Horizon:
@@ -75,3 +79,12 @@ def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> fl
     if schedule.kind == "cosine":
         return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * x)) / 2
     return 1 - (1 - schedule.final) * x
+
+
+def set_lr(optimizer: Optimizer, multiplier: float, number: int = 0) -> None:
+    """Set every group's learning rate to its peak times `multiplier`, on the host. The `number` of
+    the update and the seed determine the rounding of bf16 weights."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * multiplier
+        if "number" in group:
+            group["number"] = number

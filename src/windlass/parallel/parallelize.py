@@ -22,11 +22,19 @@ from torch.utils import checkpoint as recompute
 
 from windlass.errors import UserError
 from windlass.model.attention import HALF
-from windlass.model.build import materialise
 from windlass.model.gpt import GPT
 from windlass.model.loss import loss_tail
 from windlass.model.quantised import Bf16Embedding, use_float8
-from windlass.model.sharding import Cut, Peers, become, blocks_of, is_fsdp, with_cut
+from windlass.model.sharding import (
+    Cut,
+    Peers,
+    become,
+    blocks_of,
+    is_fsdp,
+    materialise,
+    unwrap,
+    with_cut,
+)
 from windlass.model.size import unit_blocks
 from windlass.parallel.mesh import Mesh
 from windlass.parallel.pipeline import keep_stages, stage_of
@@ -308,10 +316,6 @@ def counted(model: nn.Module) -> list[nn.Parameter]:
     copies = stage.copies if stage else ()
     named = unwrap(model).named_parameters()
     return [p for name, p in named if p.requires_grad and name not in copies]
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

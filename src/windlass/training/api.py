@@ -83,31 +83,29 @@ def train(
     """
     from windlass.training.callbacks import UserCode
 
-    env, code = detect_env(), UserCode(callbacks, suites or {})
+    env, wanted = detect_env(), as_recipe(recipe)
+    options = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
     if env.launcher != "none" and world not in (0, env.world):
         problem = f"this process is one of {env.world} ({env.launcher})"
         raise UserError(f"{argument('world', world)}: {problem}; leave it out")
-    local = env.launcher == "none" and world not in (0, 1)
-    if local and (model is not None or data is not None or callbacks or suites):
-        problem = "local processes cannot receive your own model, data, callbacks or suites"
-        raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
+    if env.launcher == "none" and world not in (0, 1):
+        if model is not None or data is not None or callbacks or suites:
+            problem = "local processes cannot receive your own model, data, callbacks or suites"
+            raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
+        return train_local_ranks(wanted, world, stop_at, options)
     with StopSignals() as stop:
-        wanted = as_recipe(recipe)
-        start = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        start = resolve_start(wanted, **options)  # type: ignore[arg-type]
         if start.finished:
-            return finished_run(start)
-        check_start(start.recipe, world if local else env.world, own_model=model is not None)
+            say_finished(start)
+            return start.run
+        check_start(start.recipe, env.world, own_model=model is not None)
         start.recipe.check_packages()
-        code.check(start.recipe)
-        if not local:
-            from windlass.training.rank import train_rank
+        user = UserCode(model, own_data(data, start.recipe), callbacks, suites or {})
+        user.check(start.recipe)
+        from windlass.training.rank import train_rank
 
-            train_rank(start, code, stop, model, own_data(data, start.recipe), stop_at)
-    if local:
-        options = {"extend-to": extend_to, "branch-from": branch_from, "stop-at": stop_at}
-        train_local_ranks(start, wanted, world, fresh, options)
-    # The parts refer to each other: free the device's memory, files and sockets now.
-    gc.collect()
+        train_rank(start, user, stop, stop_at)
+    gc.collect()  # the parts refer to each other: free the device's memory, files and sockets now
     return Run(start.run.path)  # with the recipe that an extension has changed
 
 
@@ -126,28 +124,23 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
         library_optimizer(recipe.optim)  # raises for a wrong one
 
 
-def finished_run(start: Start) -> Run:
-    """Print why the run is finished; returns it."""
+def say_finished(start: Start) -> None:
     if detect_env().rank == 0:
         done = plural(start.run.summary.get("steps", 0), "step")
         text = f"{start.run.path} is finished: the run has done its {done}; extend it to train on"
         print(message(text, sys.stdout))
-    return start.run
 
 
-def train_local_ranks(
-    start: Start, wanted: Recipe, world: int, fresh: bool, options: Mapping[str, Any]
-) -> None:
+def train_local_ranks(recipe: Recipe, world: int, stop_at: int, options: dict[str, Any]) -> Run:
     """Train with `world` local processes; raises as the first rank that ended."""
-    arguments = [f"--{name}={value}" for name, value in options.items() if value]
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
-        path, place = Path(folder, "recipe.toml"), wanted.run_dir.absolute()
-        path.write_text(wanted.toml(), encoding="utf-8")
-        arguments.append(f"run.dir={typed(str(place))}")
-        if fresh:
-            arguments.append("--fresh")
-        command = ["train", str(path), *arguments]
-        code = launch_ranks(start.recipe, command, world, resuming=start.from_checkpoint)
+        path, place = Path(folder, "recipe.toml"), recipe.run_dir.absolute()
+        path.write_text(recipe.toml(), encoding="utf-8")
+        command = ["train", str(path), f"run.dir={typed(str(place))}"]
+        for name, value in {**options, "stop_at": stop_at}.items():
+            option = f"--{name.replace('_', '-')}"
+            command += [option if value is True else f"{option}={value}"] if value else []
+        code = launch_ranks(recipe, world, command, options)
     if code in (STOPPED, INTERRUPTED):
         saved = "everything is saved" if code == STOPPED else "the last steps were not saved"
         raise Stopped(f"a signal stopped the {world} ranks; {saved}")
@@ -155,19 +148,26 @@ def train_local_ranks(
         raise UserError(f"the {world} ranks rejected their input (see the message above)")
     if code != DONE:
         raise RunFailed(f"training with {world} ranks failed (see the message above)")
+    return Run(recipe.run_dir)
 
 
 def launch_ranks(
     recipe: Recipe,
-    command: Sequence[str],
     world: int,
+    command: Sequence[str],
+    options: Mapping[str, Any],
     max_restarts: int = 0,
-    resuming: bool = False,
 ) -> int:
-    """Prepare the data of `recipe` and train it by a `windlass` command as local ranks, which leave
-    the end of the run to this process; returns the exit code."""
+    """Prepare the data, and train by a `windlass` command as local ranks, which leave the end of
+    the run to this process; returns the exit code. `options`: of `resolve_start`."""
+    start = resolve_start(recipe, **options)
+    if start.finished:
+        say_finished(start)
+        return DONE
+    check_start(start.recipe, world)
+    start.recipe.check_packages()
     with StopSignals():
-        prepare(recipe, resuming=resuming)
+        prepare(start.recipe, resuming=start.from_checkpoint)
     before = os.environ.get(QUIET_END)
     os.environ[QUIET_END] = "1"
     try:

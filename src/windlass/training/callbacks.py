@@ -1,4 +1,4 @@
-"""A user's code in a training: callbacks, and suites that measure the model."""
+"""A user's code in a training: a module, data, callbacks, and suites that measure the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,15 @@ from torch.optim import Optimizer
 
 from windlass.data.loader import StepBatch
 from windlass.errors import UserError
-from windlass.model.build import evaluating, keeping_modes
-from windlass.parallel.parallelize import autocast, unwrap
-from windlass.parallel.ranks import Ranks
-from windlass.recipe import Horizon, Recipe
+from windlass.model.modes import evaluating, keeping_modes
+from windlass.model.sharding import unwrap
+from windlass.parallel.parallelize import autocast
+from windlass.recipe import Recipe
 from windlass.recipe.settings import OWN_SUITE
-from windlass.training.state import StepResult, TrainState
+from windlass.training.state import StepResult
+
+if TYPE_CHECKING:
+    from windlass.training.record import Recorder
 
 Measuring = Callable[[Any, int], Mapping[str, Any]]
 """`f(model, step)`: the model is in evaluation mode; returns numbers by name."""
@@ -51,7 +54,7 @@ class Event:
 
     def log(self, name: str, value: Any) -> None:
         """Write a number as `log.NAME` into the ledger, trackers and report."""
-        self._callbacks.logged[name] = as_float(value, f"log({name!r}, ...)")
+        self._callbacks.recorder.logged[name] = as_float(value, f"log({name!r}, ...)")
 
     def stop(self, reason: str = "") -> None:
         """Save and stop the run after the next step, on all ranks; it can be resumed."""
@@ -101,8 +104,10 @@ class Callback:
 
 @dataclass(frozen=True)
 class UserCode:
-    """The callbacks and suites that `train` was given."""
+    """What `train` was given beside a recipe; without a model or data they are the recipe's."""
 
+    model: nn.Module | None = None
+    data: Any = None  # `windlass.Data`
     callbacks: Sequence[Callback] = ()
     suites: Mapping[str, Measuring] = field(default_factory=dict)
 
@@ -124,60 +129,53 @@ class UserCode:
 
 @dataclass
 class Callbacks:
-    """Calls the user's code, and keeps the numbers that it logs and its request to stop."""
+    """Calls the user's code, and keeps its request to stop."""
 
     code: UserCode
-    recipe: Recipe
-    ranks: Ranks
-    state: TrainState
-    horizon: Horizon
+    recorder: Recorder
     model: nn.Module
     optimizer: Optimizer
     stop_reason: str = ""  # empty: no callback asked for a stop
-    logged: dict[str, float] = field(default_factory=dict)  # since `take_logged`
-    see_steps: bool = field(init=False)
-    """Whether a callback of any rank overrides `on_step`, so that all ranks add up the loss."""
 
     def __post_init__(self) -> None:
+        self.ranks, self.state = self.recorder.ranks, self.recorder.state
         sees_steps = any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
+        # Whether a callback of any rank overrides `on_step`, so that all ranks add up the loss
         self.see_steps = any(self.ranks.all_gather_object("user code", sees_steps))
 
     def stepped(self, lr: float, batch: StepBatch, result: StepResult) -> None:
         if self.see_steps:
+            event = self._event(StepEvent, lr=lr, batch=batch, _result=result)
             with self._user_code():
-                event = self._event(StepEvent, self.state.step, lr=lr, batch=batch, _result=result)
                 for callback in self.code.callbacks:
                     callback.on_step(event)
 
     def evaluated(self, scores: Mapping[str, Mapping[str, Any]]) -> None:
+        results = {suite: dict(values) for suite, values in scores.items()}
+        event = self._event(EvaluationEvent, results=results)
         with self._user_code():
-            results = {suite: dict(values) for suite, values in scores.items()}
-            event = self._event(EvaluationEvent, self.state.step, results=results)
             for callback in self.code.callbacks:
                 callback.on_evaluation(event)
 
     def saved(self, step: int, path: Path) -> None:
-        event = self._event(SaveEvent, step, path=path)
+        event = self._event(SaveEvent, path=path)
+        event.step = step
         with keeping_modes(self.model):
             for callback in self.code.callbacks:
                 callback.on_save(event)
-
-    def take_logged(self) -> dict[str, float]:
-        """The numbers that callbacks have logged since the last call."""
-        logged, self.logged = self.logged, {}
-        return logged
 
     def suites(self) -> dict[str, Callable[[nn.Module], dict[str, Any]]]:
         """The user's suites by their names in the ledger."""
         return {OWN_SUITE + name: partial(self._measure, name) for name in self.code.suites}
 
-    def _event(self, kind: type[Event], step: int, **fields: Any) -> Any:
-        epoch, model = self.state.epochs(self.horizon), unwrap(self.model)
-        return kind(step, epoch, model, self.optimizer, _callbacks=self, **fields)
+    def _event(self, kind: type[Event], **fields: Any) -> Any:
+        epoch, model = self.state.epochs(self.recorder.horizon), unwrap(self.model)
+        return kind(self.state.step, epoch, model, self.optimizer, _callbacks=self, **fields)
 
     def _measure(self, name: str, model: nn.Module) -> dict[str, Any]:
         """Rank 0's scores of a suite, so that all ranks agree on the best checkpoint."""
-        suite, arithmetic = self.code.suites[name], autocast(self.recipe, self.ranks.device)
+        suite = self.code.suites[name]
+        arithmetic = autocast(self.recorder.recipe, self.ranks.device)
         with self._user_code(), evaluating(model), torch.no_grad(), arithmetic:
             scores = suite(unwrap(model), self.state.step)
         if not isinstance(scores, Mapping):

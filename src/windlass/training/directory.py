@@ -1,4 +1,5 @@
-"""Lock the run directory of a start, choose the checkpoint to start from, write the new lineage.
+"""The run directory of a start: the hosts see it, it is locked, its checkpoint to start from is
+chosen, the new lineage is written.
 
 Rank 0 writes the lineage before `recipe.toml`, so a kill between the two leaves a run that resumes.
 """
@@ -6,22 +7,19 @@ Rank 0 writes the lineage before `recipe.toml`, so a kill between the two leaves
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
-from collections.abc import Callable, Mapping
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from windlass.checkpoint.choose import (
-    Lineage,
-    first_undamaged,
-    lineage_at,
-    read_lineage,
-    record,
-    write_lineage,
-)
+from windlass.checkpoint import choose
 from windlass.checkpoint.commit import recover
 from windlass.checkpoint.format import Checkpoint
+from windlass.data.shards import Index
 from windlass.errors import UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.parallel.ranks import Ranks
@@ -31,6 +29,15 @@ from windlass.telemetry.console import Console
 from windlass.training.start import Start, candidate_checkpoints, job_id
 
 LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
+# By a key of a checkpoint's `meta`: the setting, and what its change does. A branch may change the
+# first two.
+EFFECTS = {
+    "optimizer": ("optim.kind", "the saved optimizer state is not used"),
+    "average": ("train.average", "the average changes"),
+    "precision": ("train.precision", "the losses differ"),
+    "compiles": ("train.compile", "the losses differ by rounding"),
+    "micro_batch": ("train.micro_batch", "rounding differs, and dropout draws other masks"),
+}
 
 
 class RunDirectory:
@@ -59,7 +66,7 @@ class RunDirectory:
         paths = self.ranks.decide(
             "candidates", lambda: list(map(str, candidate_checkpoints(self.start, horizon)))
         )
-        return first_undamaged(list(map(Path, paths)), self.ranks)
+        return choose.first_undamaged(list(map(Path, paths)), self.ranks)
 
     def _lock(self, stack: ExitStack) -> tuple[int, str, list[str]]:
         """Lock the directory; returns the attempt, its name and warnings."""
@@ -96,34 +103,26 @@ class RunDirectory:
         """Record the settings that a resume has changed; every rank calls it."""
         path, recipe = self.run.path, self.start.recipe
         self.ranks.decide(
-            "settings", lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())
+            "settings",
+            lambda: choose.record(
+                path, choose.read_lineage(path) or choose.Lineage(), recipe, Files()
+            ),
         )
 
 
-def write_start(start: Start, choice: Checkpoint | None, files: Files | None = None) -> None:
+def write_start(start: Start, checkpoint: Checkpoint | None, files: Files | None = None) -> None:
     """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
     files, run = files or Files(), start.run
     if not start.resuming:
         files.make_dirs(run.path)
-    path, step = (choice.path, choice.step) if choice else (None, 0)
-    lineage = lineage_at(run.path, path, step, job_id())
+    path, step = (checkpoint.path, checkpoint.step) if checkpoint else (None, 0)
+    lineage = choose.lineage_at(run.path, path, step, job_id())
     if start.resuming and not start.extends_from:
-        write_lineage(run.path, lineage, files)
+        choose.write_lineage(run.path, lineage, files)
     else:
         longer = {"train.steps": start.recipe.train.steps}
         recipe = run.recipe.replace(longer) if start.resuming else start.recipe
-        record(run.path, lineage, recipe, files)
-
-
-EFFECTS = {
-    "optimizer": ("optim.kind", "the saved optimizer state is not used"),
-    "average": ("train.average", "the average changes"),
-    "precision": ("train.precision", "the losses differ"),
-    "compiles": ("train.compile", "the losses differ by rounding"),
-    "micro_batch": ("train.micro_batch", "rounding differs, and dropout draws other masks"),
-}
-"""By a key of a checkpoint's `meta`: the setting, and what its change does. A branch may change the
-first two."""
+        choose.record(run.path, lineage, recipe, files)
 
 
 def compare(checkpoint: Checkpoint, meta: Mapping[str, Any]) -> list[str]:
@@ -166,3 +165,47 @@ def acquire_run_lock(run: Path) -> IO[str] | None:
         return acquire_lock(run / LOCK, LOCK_WAIT_SECONDS)
     except LockHeld as held:
         raise UserError(f"{OCCUPIED} {run} already ({held}); wait for it, or stop it") from None
+
+
+def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
+    """Raise UserError if a host does not see the run directory of rank 0, or its `data`.
+
+    Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
+    read-only, or a copy on each host's disk, so the hosts compare the hashes of its files.
+    """
+    shards_here = list[list[str]]()
+    for index in map(Index.load, data):
+        shards = [shard.identity for shard in index.shards] if index else []
+        shards_here.append([index.tokenizer.fingerprint, *shards] if index else [])
+    prepared = ranks.broadcast_object("prepared", shards_here)
+    places = {"run.dir": run.absolute()}
+    if data:
+        places["data.dir"] = data[0].parent.absolute()
+
+    def create() -> dict[str, str]:
+        marks = {}
+        for key, place in places.items():
+            if key == "run.dir" or not all(prepared):
+                parent = next(path for path in (place, *place.parents) if path.is_dir())
+                # A new name, which is in no cache of NFS
+                descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
+                os.close(descriptor)
+        return marks
+
+    marks = ranks.decide("shared", create)
+    missing = [key for key, mark in marks.items() if not Path(mark).exists()]
+    if any(shards and shards != here for shards, here in zip(prepared, shards_here, strict=True)):
+        missing.append("data.dir")
+    hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
+    if ranks.main:
+        for mark in marks.values():
+            Path(mark).unlink(missing_ok=True)
+    ranks.broadcast_object("removed")  # nobody continues while the files exist
+    for key, place in places.items():
+        blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
+        if blind:
+            raise UserError(
+                f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by "
+                f"{', '.join(sorted(blind))}: put it on a file system that all hosts share "
+                f"({key}=PATH)"
+            )

@@ -9,11 +9,14 @@ from typing import Any
 from torch import nn
 
 from windlass.data.chat import stop_tokens
+from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate, text_after
 from windlass.evaluation.passes import Passes
 from windlass.evaluation.suites import Suites, SuiteScores, write_predictions
+from windlass.model.sharding import unwrap
 from windlass.optim.average import Average
-from windlass.parallel.parallelize import autocast, unwrap
+from windlass.parallel.parallelize import autocast
+from windlass.recipe import Recipe
 from windlass.training.record import Recorder
 from windlass.training.stop import StopSignals
 
@@ -21,6 +24,17 @@ from windlass.training.stop import StopSignals
 def can_sample(model: nn.Module, tokenizer: Any) -> bool:
     """Whether a model and its tokenizer, perhaps the user's, can generate texts."""
     return hasattr(unwrap(model), "new_cache") and hasattr(tokenizer, "encode")
+
+
+def check_prompt(recipe: Recipe, model: nn.Module, tokenizer: Any) -> None:
+    """Raise UserError if the tokenizer, perhaps the user's, cannot read `eval.prompt`."""
+    settings = recipe.eval
+    if settings.sample_every and settings.prompt and can_sample(model, tokenizer):
+        try:
+            tokenizer.prompt(settings.prompt)
+        except UserError as error:
+            problem = f"eval.prompt = {settings.prompt!r}: {error}"
+            raise UserError(f"{problem}; write another, or eval.sample_every=0") from None
 
 
 @dataclass
@@ -76,7 +90,6 @@ class Evaluator:
 
     @property
     def sample_due(self) -> bool:
-        """Whether to generate texts at this step."""
         due = self.horizon.due(self.recipe.eval.sample_every, self.state.step)
         return due and can_sample(self.model, self.suites.tokenizer)
 

@@ -8,43 +8,37 @@ from typing import Any
 
 import torch
 
-from windlass.checkpoint.format import Checkpoint
 from windlass.data.describe import DataFacts, describe, lines
 from windlass.data.describe import warnings as data_warnings
-from windlass.data.mixture import Mixture, shares_of_run
+from windlass.data.mixture import shares_of_run
 from windlass.data.run_data import Data
 from windlass.errors import plural
+from windlass.fileio import read_json
 from windlass.model.size import describe_sizes
 from windlass.optim.build import describe_groups
-from windlass.parallel.ranks import Ranks
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, typed
-from windlass.run import Run
 from windlass.telemetry import environment
 from windlass.telemetry.measures import short
-from windlass.training.memory import OUT_OF_MEMORY, is_new_size
+from windlass.training.bad_steps import SMALLER
 from windlass.training.network import Network
 from windlass.training.record import Recorder
 from windlass.training.start import Start
+from windlass.training.trainer import Trainer
+
+OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
 
 
 def report_start(
-    recorder: Recorder,
-    start: Start,
-    network: Network,
-    data: Data,
-    batch: BatchPlan,
-    mixture: Mixture | None,
-    checkpoint: Checkpoint | None,
-    warnings: list[str],
+    trainer: Trainer, start: Start, network: Network, data: Data, origin: str, warnings: list[str]
 ) -> None:
-    """Report a start that has succeeded; all ranks call it."""
-    ranks, console = recorder.ranks, recorder.console
-    state, horizon = recorder.state, recorder.horizon
-    launch, places = record_launch(start.run, ranks, network)
+    """Report a start that has succeeded; all ranks call it. `origin`: its checkpoint."""
+    recorder, batch, ranks = trainer.recorder, trainer.batch, trainer.ranks
+    console, state, horizon = recorder.console, trainer.state, trainer.horizon
+    launch, places = record_launch(recorder, network)
     facts = describe(data)
-    if mixture is not None:
-        facts["mixture"] = shares_of_run(mixture, horizon)
+    if trainer.mixture is not None:
+        facts["mixture"] = shares_of_run(trainer.mixture, horizon)
     console.header(header(recorder, network, batch, facts, launch), state.step)
     console.log(places)
     for text in (*warnings, *data_warnings(facts)):
@@ -73,10 +67,13 @@ def report_start(
     name = "resumed" if start.resuming and state.step else "started"
     if start.branch_from:
         name, event["branched_from"] = "branched", str(start.branch_from.absolute())
-    recorder.emit(name, f"resumed from {checkpoint.path}" if checkpoint else "", **event)
-    if ranks.main and is_new_size(start.run, batch.micro_batch):
-        text = f"memory ran out: train.micro_batch={batch.micro_batch} from here on"
-        recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=batch.micro_batch)
+    recorder.emit(name, f"resumed from {origin}" if origin else "", **event)
+    # A start that ran out of memory recorded the smaller micro-batch, but could not report it.
+    reported = [e["micro_batch"] for e in start.run.events if e["event"] == OUT_OF_MEMORY]
+    recorded = read_json(start.run.path / SMALLER).get("micro_batch")
+    if ranks.main and recorded == batch.micro_batch and recorded not in reported:
+        text = f"memory ran out: train.micro_batch={recorded} from here on"
+        recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=recorded)
     if start.changes:
         changes = [
             f"{key} {typed(old)} -> {typed(new)}" for key, (old, new) in start.changes.items()
@@ -85,10 +82,10 @@ def report_start(
         recorder.emit("settings_changed", text, settings=start.changes)
 
 
-def record_launch(run: Run, ranks: Ranks, network: Network) -> tuple[dict[str, str], list[str]]:
+def record_launch(recorder: Recorder, network: Network) -> tuple[dict[str, str], list[str]]:
     """Write `environment.json`; returns the header's facts about the launch (empty for one rank
     outside a job), and a line a rank."""
-    env = ranks.env
+    ranks, env = recorder.ranks, recorder.ranks.env
     place = environment.describe_rank(
         ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place
     )
@@ -104,7 +101,7 @@ def record_launch(run: Run, ranks: Ranks, network: Network) -> tuple[dict[str, s
         "versions": environment.versions(places),
         **environment.describe_job(os.environ),
     }
-    environment.write_environment(run.path, places, launch=launch, **network.origin)
+    environment.write_environment(recorder.run.path, places, launch=launch, **network.origin)
     is_alone = ranks.world == 1 and "job" not in launch
     facts = {} if is_alone else environment.describe_launch(launch, places)
     return facts, environment.describe_places(places)

@@ -3,35 +3,42 @@ weights; its precision, and whether it compiles."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sysconfig
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from windlass.checkpoint.format import Checkpoint
 from windlass.checkpoint.state_dict import named_state
+from windlass.data.batch import Samples, masks_documents
 from windlass.data.run_data import Data
-from windlass.data.samples import masks_documents
-from windlass.errors import UserError
+from windlass.errors import UserError, first_line
 from windlass.estimate.layout import compiles
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
-from windlass.model.attention import takes_documents
-from windlass.model.build import build_model, keeping_modes, own_module, set_training, sizes_of
+from windlass.model.attention import Documents, takes_documents
+from windlass.model.build import build_model, own_module, sizes_of
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, use_liger
+from windlass.model.modes import evaluating, keeping_modes, scalar, set_training
 from windlass.model.quantised import lower_trained
-from windlass.model.size import CountedSizes, flops_per_token
+from windlass.model.sharding import unwrap
+from windlass.model.size import flops_per_token
 from windlass.optim.build import count_groups, make_groups
-from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
+from windlass.parallel.parallelize import autocast, parallelize, resolve_precision, varying_shapes
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
-from windlass.training.checks import check_documents, check_loss_is_a_sum
+from windlass.recipe.settings import IGNORE_INDEX
+from windlass.training.bad_steps import ran_out_of_memory
 
 
 class Network:
@@ -60,18 +67,29 @@ class Network:
         else:
             model = open_own(module, recipe, stack)
         named_state(model)  # raises for a tensor that a checkpoint cannot hold
-        check_vocabulary(model, data.vocab)
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        rows = int(getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab))
+        if data.vocab > rows:
+            problem = f"{rows:,} token embeddings for {data.vocab:,} tokens of the data"
+            raise UserError(f"model.vocab: {problem}; write 0 (automatic) or at least {data.vocab}")
         self.model, self.sizes = model, sizes_of(model)
         self.groups = count_groups(make_groups(model, recipe.optim))
-        # FLOPs of a token, forward and backward; None: unknown
-        self.flops_per_token = None if self.is_own else count_flops(recipe, self.sizes, data)
-        self.initial: Checkpoint | None = None  # of `model.init_from`
+        # FLOPs of a token, forward and backward, without frozen gradients; None: unknown
+        self.flops_per_token: float | None = None
         self.origin = dict[str, Any]()  # for `environment.json`
         is_hf = isinstance(model, HfModel)
         if self.is_own:
             self.origin = {"own_model": type(model.model if is_hf else model).__name__}
-        elif is_hf:
+        elif is_hf or recipe.model.freeze:
+            self.flops_per_token = self.sizes.flops_per_token()
+        else:
+            attended = (
+                getattr(data.train, "attended", None) if masks_documents(data.train) else None
+            )
+            self.flops_per_token = flops_per_token(recipe.model, self.sizes.vocab, attended)
+        if is_hf and not self.is_own:
             self.origin = {"model": hf_files.describe_origin(model)}
+        self.initial: Checkpoint | None = None  # of `model.init_from`
         # `train.precision` and `train.compile`, with `auto` resolved
         self.precision = resolve_precision(recipe.train.precision, ranks.device)
         if recipe.train.master == "bf16" and self.precision != "bf16":
@@ -126,23 +144,6 @@ def open_own(module: nn.Module, recipe: Recipe, stack: ExitStack) -> nn.Module:
     return model
 
 
-def check_vocabulary(model: nn.Module, vocab: int) -> None:
-    """Raise UserError if the model's embedding, as far as known, lacks rows for the data."""
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    rows = int(getattr(model, "vocab", tables[0] if len(tables) == 1 else vocab))
-    if vocab > rows:
-        problem = f"{rows:,} token embeddings for {vocab:,} tokens of the data"
-        raise UserError(f"model.vocab: {problem}; write 0 (automatic) or at least {vocab}")
-
-
-def count_flops(recipe: Recipe, sizes: CountedSizes, data: Data) -> float:
-    """FLOPs of a token, forward and backward: 6N and attention, without frozen gradients."""
-    if recipe.model.kind == "hf" or recipe.model.freeze:
-        return sizes.flops_per_token()
-    attended = getattr(data.train, "attended", None) if masks_documents(data.train) else None
-    return flops_per_token(recipe.model, sizes.vocab, attended)
-
-
 def missing_tools() -> str:
     """What torch's compiler for GPUs lacks on this machine; empty if nothing."""
     if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
@@ -150,3 +151,80 @@ def missing_tools() -> str:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return "Triton needs Python.h, from python3-dev or the like"
     return ""
+
+
+@contextmanager
+def trial(model: nn.Module, recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """The context of a check's pass, whose shapes must not reach the training's graphs."""
+    with torch.no_grad(), evaluating(model), varying_shapes(), autocast(recipe, device):
+        yield
+
+
+def check_loss_is_a_sum(model: nn.Module, samples: Samples, ranks: Ranks, recipe: Recipe) -> None:
+    """Raise UserError if a user's module does not return the sum of the loss over unmasked labels.
+
+    The loss of two samples equals the loss of one sample, plus the losses of both halves of the
+    labels of the other; a mean over tokens or over samples does not. Masked labels become some
+    label of the samples, so that every place has one.
+    """
+    two = (np.array(part, dtype=np.int64) for part in samples.read(np.arange(2) % len(samples))[:2])
+    tokens, labels = (torch.from_numpy(part).to(ranks.device) for part in two)  # [2, T]
+    if int(labels.max()) == IGNORE_INDEX:
+        return
+    labels = labels.where(labels != IGNORE_INDEX, labels.max())
+    first = torch.arange(labels.shape[1], device=ranks.device) < labels.shape[1] // 2
+    passes = [
+        (tokens, labels),
+        (tokens[:1], labels[:1]),
+        (tokens[1:], labels[1:].where(first, IGNORE_INDEX)),
+        (tokens[1:], labels[1:].where(~first, IGNORE_INDEX)),
+    ]
+    try:
+        with trial(model, recipe, ranks.device):
+            whole, *parts = [float(scalar(unwrap(model)(*given))) for given in passes]
+    except UserError:
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        raise UserError(
+            "forward(tokens, labels) of your model failed on two samples: "
+            f"{type(error).__name__}: {first_line(error)}. It takes tokens and labels, int64 "
+            "[B, T], and returns a scalar, the loss summed over labels that are not -100"
+        ) from error
+    # A part that is NaN is wrong, too: a mean over no labels.
+    wrong = math.isfinite(whole) and not abs(sum(parts) - whole) <= 0.3 * abs(whole)
+    if any(ranks.all_gather_object("sum of the loss", wrong)):
+        raise UserError(
+            f"your model's forward(tokens, labels) returns no sum: {whole:.4g} for two samples, "
+            f"{parts[0]:.4g} for the first, {parts[1]:.4g} and {parts[2]:.4g} for the halves of "
+            "the labels of the second. Return the loss summed over labels that are not -100 "
+            '(reduction="sum"); train.startup_checks=false skips this check'
+        )
+
+
+def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
+    """Raise UserError unless a document's loss is independent of the document before it in a row;
+    all ranks call it."""
+    network, problem, losses = unwrap(model), "", []
+    if not takes_documents(network):
+        problem = "your model's forward takes no `documents`"
+    else:
+        places = torch.arange(8, device=ranks.device).unsqueeze(0)
+        is_second = places >= 4
+        documents = Documents((torch.arange(8) >= 4).long().unsqueeze(0), places % 4)
+        labels = torch.where(is_second, places, IGNORE_INDEX)
+        try:
+            for first in (places, places + 1):  # other tokens in the first document
+                with trial(model, recipe, ranks.device):
+                    tokens = torch.where(is_second, places, first)
+                    losses.append(network(tokens, labels, documents=documents))
+            if not torch.equal(*losses):
+                problem = "the model's attention does not keep the documents of a row apart"
+        except TypeError as error:
+            problem = f"the model takes no positions ({first_line(error)})"
+    if problem and recipe.data.packing == "best-fit":
+        raise UserError(f'data.packing = "best-fit": {problem}: leave it out')
+    if problem:
+        advice = "write data.document_mask=false for whole rows"
+        raise UserError(f"data.document_mask: {problem}: {advice}")

@@ -14,60 +14,53 @@ from torch.optim import Optimizer
 from windlass.checkpoint.base import base_of, fill_base
 from windlass.checkpoint.format import AVERAGE, Checkpoint
 from windlass.checkpoint.state_dict import restore
+from windlass.data.batch import Samples, real_tokens
 from windlass.data.directory import data_dirs
+from windlass.data.mixture import MixedSamples, Mixture, Stage, continue_stages, stages_of
 from windlass.data.open import open_data
 from windlass.data.run_data import Data
-from windlass.data.samples import real_tokens
 from windlass.errors import OutOfMemory, UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import measures_all, resolve_steps
 from windlass.estimate.candidates import layout_on
-from windlass.estimate.devices import USABLE, Device
+from windlass.estimate.devices import USABLE, Device, peak_flops
 from windlass.evaluation.suites import Suites
+from windlass.fileio import read_json
 from windlass.model.build import build_model, read_sizes, sizes_of
+from windlass.model.sharding import unwrap
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import check_fits
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
+from windlass.parallel.parallelize import attention_without_plans, resolve_precision
 from windlass.parallel.ranks import Ranks, init_store
 from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.run import STARTS
 from windlass.telemetry.console import Console
+from windlass.training.bad_steps import SMALLER
 from windlass.training.callbacks import Callbacks, UserCode
-from windlass.training.checks import check_prompt, check_shared
-from windlass.training.directory import RunDirectory, compare
-from windlass.training.evaluator import Evaluator
+from windlass.training.directory import RunDirectory, check_shared, compare
+from windlass.training.evaluator import Evaluator, check_prompt
 from windlass.training.header import report_start
-from windlass.training.memory import recorded_micro_batch
 from windlass.training.network import Network
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
 from windlass.training.start import Start, resolve_start
-from windlass.training.state import LossScaler, LossSum, TrainState, mixture_of
+from windlass.training.state import LossScaler, LossSum, TrainState
 from windlass.training.stop import StopSignals, event_of
 from windlass.training.trainer import Trainer
 
 
-def train_rank(
-    start: Start,
-    code: UserCode,
-    stop: StopSignals,
-    module: nn.Module | None,
-    data: Data | None,
-    stop_at: int,
-) -> None:
-    """Train on this rank; a single rank starts again if memory ran out.
-
-    `module` and `data` are the user's; None: the recipe's.
-    """
+def train_rank(start: Start, user: UserCode, stop: StopSignals, stop_at: int) -> None:
+    """Train on this rank; a single rank starts again if memory ran out."""
     while True:
         try:
             with ExitStack() as stack:
-                return set_up(start, code, stop, stack, module, data, stop_at).run()
+                return set_up(start, user, stop, stop_at, stack).run()
         except OutOfMemory:
             # Several ranks start together, by their launcher. A user's module has lost the weights
             # that it began with.
-            if detect_env().world > 1 or module is not None:
+            if detect_env().world > 1 or user.model is not None:
                 raise
         # Here the exception is gone, which held what the step had allocated.
         gc.collect()
@@ -77,25 +70,18 @@ def train_rank(
         start = resolve_start(start.recipe.replace({"checkpoint.resume": "latest"}))
 
 
-def set_up(
-    start: Start,
-    code: UserCode,
-    stop: StopSignals,
-    stack: ExitStack,
-    module: nn.Module | None,
-    data: Data | None,
-    stop_at: int,
+def set_up(  # noqa: PLR0915 (in order, in one piece)
+    start: Start, user: UserCode, stop: StopSignals, stop_at: int, stack: ExitStack
 ) -> Trainer:
     """Set up a training, in order; `stack` closes the parts in reverse order."""
-    recipe, run, is_own = start.recipe, start.run, module is not None
+    recipe, run, is_own = start.recipe, start.run, user.model is not None
 
     # At first the ranks exchange values only, because preparing the data may take longer than a
     # collective. Then each rank chooses its device, and the mesh gets its groups.
     ranks = stack.enter_context(init_store(detect_env(), recipe))
     if ranks.env.nodes > 1:
-        check_shared(ranks, run.path, data_dirs(recipe) if data is None else [])
-    if data is None:
-        data = open_data(recipe, ranks, resuming=start.from_checkpoint)
+        check_shared(ranks, run.path, data_dirs(recipe) if user.data is None else [])
+    data: Data = user.data or open_data(recipe, ranks, resuming=start.from_checkpoint)
     ranks.connect(recipe)
     prepare_device(recipe, stack)
     batch = batch_of(start, ranks, 0 if is_own else data.vocab, free_memory(ranks.device))
@@ -103,7 +89,7 @@ def set_up(
 
     # The model without values, so that most bad input is found before the directory changes.
     origin = None if start.fresh else run.path
-    network = Network(recipe, ranks, data, horizon.steps, stack, module, origin)
+    network = Network(recipe, ranks, data, horizon.steps, stack, user.model, origin)
     check_prompt(recipe, network.model, data.tokenizer)
 
     # The directory, its lock, and the checkpoint to start from.
@@ -149,10 +135,11 @@ def set_up(
     scaler = LossScaler(ranks.device, state, network.precision)
     mixture = mixture_of(recipe, data.train, horizon, state)
     losses = LossSum(state, ranks)
-    callbacks = Callbacks(code, recipe, ranks, state, horizon, model, optimizer)
 
     # Every part that a user's input can break has worked, so the run begins.
     directory.begin(data.save_tokenizer)
+    on_gpu = ranks.device.type == "cuda"
+    device_name = torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU"
     recorder = Recorder(
         run=run,
         recipe=recipe,
@@ -162,32 +149,30 @@ def set_up(
         console=console,
         stack=stack,
         attempt=directory.attempt,
-        precision=network.precision,
+        device_name=device_name,
+        peak_flops=peak_flops(device_name, network.precision, tf32=recipe.train.tf32),
         flops_per_token=network.flops_per_token,
     )
     stop.follow(state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
+    callbacks = Callbacks(user, recorder, model, optimizer)
+    # `keep_every` as a fraction of the run meant other steps before the run was extended.
+    lengths = {horizon.steps, start.extends_from or horizon.steps}
     saver = Saver(
-        recorder=recorder,
-        callbacks=callbacks,
-        losses=losses,
-        scaler=scaler,
-        average=average,
+        recorder,
+        callbacks,
+        losses,
+        scaler,
+        average,
         meta=meta,
         base=None if is_own else base_of(bare, recipe, checkpoint, network.initial, ranks),
         checkpoint=checkpoint,
         attempt=directory.attempt_name,
-        extended_from=start.extends_from,
+        horizons=[replace(horizon, steps=steps) for steps in lengths],
         is_own=is_own,
     )
+    own, tokenizer = callbacks.suites(), data.tokenizer
     suites = Suites(
-        recipe,
-        data.tokenizer,
-        ranks,
-        data.val,
-        batch.micro_batch,
-        callbacks.suites(),
-        data.train,
-        data.template,
+        recipe, tokenizer, ranks, data.val, batch.micro_batch, own, data.train, data.template
     )
     whole_at_end = measures_all(recipe, horizon, len(data.val or ()))
     trainer = Trainer(
@@ -208,8 +193,9 @@ def set_up(
         stop=stop,
         stop_at=stop_at,
     )
-    report_start(recorder, start, network, data, batch, mixture, checkpoint, warnings)
-    if start.changes:
+    resumed_from = str(checkpoint.path) if checkpoint else ""
+    report_start(trainer, start, network, data, resumed_from, warnings)
+    if start.changes:  # last, so that a start that dies before it reports them does so again
         directory.write_settings()
     return trainer
 
@@ -235,8 +221,21 @@ def load_state(
     return state
 
 
+def mixture_of(
+    recipe: Recipe, samples: Samples, horizon: Horizon, state: TrainState
+) -> Mixture | None:
+    """The mixture from the state's step on, with its stages put into the state; None if the data is
+    not one."""
+    if not isinstance(samples, MixedSamples):
+        return None
+    past = [Stage(start, tuple(weights)) for start, weights in state.mixture]
+    planned = stages_of(recipe.data, horizon)
+    stages = continue_stages(past, planned, state.step * horizon.samples_per_step)
+    state.mixture = [list(stage) for stage in stages]
+    return Mixture(samples, stages, recipe.run.seed, recipe.data.order)
+
+
 def prepare_device(recipe: Recipe, stack: ExitStack) -> None:
-    """Configure torch until `stack` ends."""
     if torch.are_deterministic_algorithms_enabled() != recipe.train.deterministic:
         torch.use_deterministic_algorithms(recipe.train.deterministic)  # imports torch's compiler
     if recipe.data.ragged_:
@@ -287,9 +286,12 @@ def batch_of(start: Start, ranks: Ranks, vocab: int, free: int | None) -> BatchP
 
     def choose() -> int:
         if start.resuming:
-            recorded = recorded_micro_batch(start.run, ranks.world)
-            if recorded and batch.share % recorded == 0:
-                return recorded
+            # The smaller one after memory ran out, else the last start's, for the same world size
+            begun = [event for event in start.run.events if event["event"] in STARTS]
+            recorded = [read_json(start.run.path / SMALLER), *begun[-1:]]
+            sizes = [each["micro_batch"] for each in recorded if each.get("world") == ranks.world]
+            if sizes and batch.share % sizes[0] == 0:
+                return int(sizes[0])
         if free is None:
             return batch.micro_batch
         rows = vocab and (recipe.model.vocab or vocab)

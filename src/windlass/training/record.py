@@ -7,12 +7,14 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
-from windlass.estimate.devices import peak_flops
+from windlass.data.mixture import Mixture
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, last_start, read_lines
@@ -35,39 +37,35 @@ from windlass.training.state import StepResult, TrainState
 HEARTBEAT_SECONDS = 10.0  # a file of this age or less shows that the run is alive
 
 
+@dataclass
 class Recorder:
     """Ledger, terminal and trackers of a run on rank 0; the device sampler on every rank."""
 
-    def __init__(
-        self,
-        run: Run,
-        recipe: Recipe,
-        ranks: Ranks,
-        state: TrainState,
-        horizon: Horizon,
-        console: Console,
-        stack: ExitStack,
-        attempt: int,
-        precision: str,
-        flops_per_token: float | None,
-    ):
-        """`attempt`: the number of this start; `stack` closes what this opens."""
-        self.run, self.recipe, self.ranks = run, recipe, ranks
-        self.state, self.horizon, self.console = state, horizon, console
-        device, settings = ranks.device, recipe.telemetry
-        is_gpu = device.type == "cuda"
-        self.device_name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
-        self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops(self.device_name, precision, tf32=recipe.train.tf32)
+    run: Run
+    recipe: Recipe
+    ranks: Ranks
+    state: TrainState
+    horizon: Horizon
+    console: Console
+    stack: InitVar[ExitStack]  # closes what this opens
+    attempt: InitVar[int]  # the number of this start
+    device_name: str
+    peak_flops: float | None  # of the device; None: unknown
+    flops_per_token: float | None
+
+    def __post_init__(self, stack: ExitStack, attempt: int) -> None:
+        run, ranks, state = self.run, self.ranks, self.state
+        device, settings = ranks.device, self.recipe.telemetry
         self.goodput = Goodput()
         self.timer = StepTimer(device, self.goodput)
         self.started_up = False  # whether this start has done a step
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line, or at this start.
-        self.logged = (state.step, state.samples, state.tokens, 0)
+        self.reported = (state.step, state.samples, state.tokens, 0)
+        self.logged = dict[str, float]()  # by callbacks, since the last `log` line
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
         self._next_beat = 0.0  # of the monotonic clock
-        seconds = self.goodput.seconds
+        seconds, steps = self.goodput.seconds, self.horizon.steps
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
         self.sampler = DeviceSampler(
@@ -76,7 +74,7 @@ class Recorder:
         stack.callback(self.sampler.stop)
         self.trackers = Trackers(run.path, settings.trackers if ranks.main else [])
         stack.callback(self.trackers.close)
-        self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, horizon.steps)
+        self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, steps)
         stack.callback(self.profile.close)
 
     def emit(self, event: str, text: str = "", *, warning: bool = False, **fields: Any) -> None:
@@ -88,83 +86,70 @@ class Recorder:
         elif text:
             self.console.event(text, step)
 
-    def read_measured(self, step: int) -> set[str]:
-        """Read the effective evaluations; returns which of `eval` and `sample` exist at `step`."""
+    def read_measured(self) -> set[str]:
+        """Read the effective evaluations; returns which of `eval` and `sample` exist here."""
         read = self.run.lines
         lines = self.ranks.decide("measured", lambda: read("eval") + read("sample"))
         self.evaluations = [line for line in lines if line["kind"] == "eval"]
-        return {line["kind"] for line in lines if line["step"] == step}
+        return {line["kind"] for line in lines if line["step"] == self.state.step}
 
     def evaluated(self, scores: Mapping[str, Any]) -> None:
-        """An `eval` line."""
-        where = {"epoch": self.epoch, "samples_trained": self.state.samples}
-        line = self.ledger.write("eval", self.state.step, **scores, **where)
+        state = self.state
+        where = {"epoch": state.epochs(self.horizon), "samples_trained": state.samples}
+        line = self.ledger.write("eval", state.step, **scores, **where)
         self.console.eval(line)
         self.evaluations.append(line)
 
-    def log(self, measures: dict[str, float]) -> None:
+    def write_logged(self) -> None:
         """A `log` line with the numbers that callbacks logged at this step, as `log.NAME`."""
-        if measures:
-            named = {f"log.{name}": value for name, value in measures.items()}
+        if self.logged:
+            named = {f"log.{name}": value for name, value in self.logged.items()}
             self.ledger.write("log", self.state.step, **named)
+        self.logged = {}
 
     @property
     def scores(self) -> Scores:
         """The values of `checkpoint.best` by step."""
         return scores_by_step(self.evaluations, self.recipe.checkpoint.best)
 
-    @property
-    def epoch(self) -> float:
-        """Completed epochs of the training data."""
-        return self.state.epochs(self.horizon)
-
     def stepped(self, result: StepResult) -> None:
         """Report a completed step. Waits for the device only after the first step of a start."""
         self.padded_tokens += result.padded_tokens
         self.console.tick(self.state.step)
         if not self.started_up:
-            self.first_step()
+            self.started_up = True
+            self.console.done()
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize(self.ranks.device)
+            self.goodput.enter("train")
+            seconds = self.goodput.seconds()
+            startup, whole = seconds["startup"], sum(seconds.values())
+            first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
+            parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
+            text = f"first step done {whole:.1f} s after the start: {parts}"
+            self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
         if self.profile.ends(self.state.step):
             with self.outside("save"):
                 text, files = self.profile.write()
             self.emit("profile", text, files=files, warning=not files)
 
-    def first_step(self) -> None:
-        """Report the time until the first step of this start is done."""
-        self.started_up = True
-        self.console.done()
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)
-        self.goodput.enter("train")
-        seconds = self.goodput.seconds()
-        startup, whole = seconds["startup"], sum(seconds.values())
-        first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
-        parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
-        text = f"first step done {whole:.1f} s after the start: {parts}"
-        self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
-
     def train(
-        self,
-        loss: float,
-        lr: float,
-        grad_norm: float,
-        loss_scale: torch.Tensor | None,
-        sources: Mapping[str, float],
+        self, result: StepResult, lr: float, loss_scale: Tensor | None, mixture: Mixture | None
     ) -> None:
         """A `train` line: the loss of this step over all ranks, and speeds since the last line."""
         state, world, flops = self.state, self.ranks.world, self.flops_per_token
         times = self.timer.read()  # waits for the device
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
-        steps, *counts = (after - before for before, after in zip(self.logged, now, strict=True))
+        steps, *counts = (after - before for before, after in zip(self.reported, now, strict=True))
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
-        self.logged = now
+        self.reported = now
         line: dict[str, Any] = {
-            "loss": loss,
+            "loss": float(result.loss),
             "lr": lr,
-            "grad_norm": grad_norm,
+            "grad_norm": float(result.grad_norm),
             **self.totals(),
-            "epoch": self.epoch,
+            "epoch": state.epochs(self.horizon),
             **times,
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_device": tokens_per_s / world,
@@ -178,7 +163,9 @@ class Recorder:
             line["mfu"] = mfu(tokens_per_s, flops, self.peak_flops, world)
         if loss_scale is not None:
             line["loss_scale"] = float(loss_scale)
-        line = self.ledger.write("train", state.step, **line, **sources)
+        if mixture is not None:
+            line |= mixture.progress(state.samples)
+        line = self.ledger.write("train", state.step, **line)
         if self.ranks.device.type == "cuda":
             line["gpu_mem_mb"] = torch.cuda.memory_allocated(self.ranks.device) / 1e6
         else:
@@ -186,7 +173,6 @@ class Recorder:
         self.console.step(line)
 
     def totals(self) -> dict[str, int]:
-        """The counts of tokens and samples so far."""
         state = self.state
         totals = {"tokens": state.tokens, "samples": state.samples}
         if state.label_tokens != state.tokens:  # some labels are masked
@@ -200,7 +186,6 @@ class Recorder:
             yield
 
     def beat(self) -> None:
-        """Touch the heartbeat file if it is time."""
         now = time.monotonic()
         if self.ranks.main and now >= self._next_beat:
             self._next_beat = now + HEARTBEAT_SECONDS
@@ -236,7 +221,7 @@ class Recorder:
         line: dict[str, Any] = {
             "steps": self.horizon.steps,
             **self.totals(),
-            "epochs": self.epoch,
+            "epochs": state.epochs(self.horizon),
             "steps_per_epoch": per_epoch,
             "final_loss": (trained or [None])[-1],
             "final_eval_loss": (losses or [None])[-1],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from windlass import processes
@@ -15,6 +16,7 @@ from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
+from windlass.recipe import Horizon
 from windlass.telemetry.trackers import FLUSH_SECONDS
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
@@ -29,33 +31,22 @@ class Saver(Writer):
 
     def __init__(
         self,
-        *,
         recorder: Recorder,
-        callbacks: Callbacks,
+        callbacks: Callbacks,  # with model and optimizer
         losses: LossSum,
         scaler: LossScaler,
         average: Average,
-        meta: dict[str, Any],
-        base: Base | None,
-        checkpoint: Checkpoint | None,
-        attempt: str,
-        extended_from: int,
-        is_own: bool,
+        *,
+        meta: dict[str, Any],  # in every checkpoint, beside its reason
+        base: Base | None,  # of weights that no checkpoint has
+        checkpoint: Checkpoint | None,  # the state comes from it
+        attempt: str,  # the name of this start
+        horizons: Sequence[Horizon],  # two for an extended run, for `keep_every`
+        is_own: bool,  # the module is the user's, whose forward pass may change weights
     ):
-        """Prepare to save; the state that is saved stays in the objects given here.
-
-        `meta`: in every checkpoint, beside its reason. `base`: of weights that no checkpoint has.
-        `checkpoint`: the state comes from it. `attempt`: the name of this start.
-        `extended_from`: the steps of the run before an extension. `is_own`: the module is the
-        user's, whose forward pass may change weights.
-        """
-        run, recipe, ranks = recorder.run, recorder.recipe, recorder.ranks
-        horizon = recorder.horizon
-        # `keep_every` as a fraction of the run meant other steps before the run was extended.
-        lengths = {horizon.steps, extended_from or horizon.steps}
-        horizons = [replace(horizon, steps=steps) for steps in lengths]
+        recipe, ranks = recorder.recipe, recorder.ranks
         super().__init__(
-            run.checkpoints_dir,
+            recorder.run.checkpoints_dir,
             ranks.rank,
             ranks.world,
             attempt=attempt,
@@ -66,17 +57,11 @@ class Saver(Writer):
             while_waiting=recorder.beat,
         )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
-        self.recipe, self.ranks, self.losses, self.scaler = recipe, ranks, losses, scaler
-        self.model, self.optimizer, self.average = callbacks.model, callbacks.optimizer, average
-        self.meta, self.is_own = meta, is_own
+        self.grace, self.ranks = recipe.checkpoint.grace_seconds, ranks
+        self.losses, self.scaler = losses, scaler
+        self.average, self.meta, self.is_own = average, meta, is_own
         if checkpoint is not None:
             self.newest = self.committed = self.state.step
-
-    @property
-    def due(self) -> bool:
-        """Whether a save is due at this step."""
-        periods = self.recipe.checkpoint.every, self.recipe.checkpoint.keep_every
-        return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
 
     def save(self, reason: str = PERIODIC) -> None:
         """Begin to save; before the state changes, `settle` is called."""
@@ -89,8 +74,8 @@ class Saver(Writer):
             self.scaler.save(state)
             state.averaged = int(self.average.count)
             shard = gather_shard(
-                self.model,
-                self.optimizer,
+                self.callbacks.model,
+                self.callbacks.optimizer,
                 self.rank,
                 self.world,
                 self.ranks.mesh.sizes.pp,
@@ -116,7 +101,6 @@ class Saver(Writer):
         return self.newest == step  # an earlier save may have failed
 
     def report(self, saves: list[Save]) -> None:
-        """Report the saves that have ended."""
         recorder = self.recorder
         for save in saves:
             step = save.step
@@ -149,13 +133,20 @@ class Saver(Writer):
         step, recorder = self.state.step, self.recorder
         signal = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
         names, seconds, asked = zip(*self.ranks.all_gather_object("signals", signal), strict=True)
-        # From a signal to the end of the run: the setting's, or more in a batch job.
-        grace = max(self.recipe.checkpoint.grace_seconds, job_grace())
-        needed, grace = self.ranks.broadcast_object("needed", (self.seconds_to_commit(), grace))
-        signalled, left = any(names), grace - max(seconds)
-        end = time.monotonic() + left
+        signalled = any(names)
         # Without a signal a callback or `stop_at` has asked.
         reason = next(filter(None, (*names, *asked)), "request")
+        # The seconds of a save: as long as the last one, after a save in progress.
+        needed = 0.0
+        if self.newest != step:
+            needed = last = self.last_seconds or 0.0
+            if self.busy:
+                needed += max(0.0, last - (time.monotonic() - self.began))
+        # From a signal to the end of the run: the setting's, or more in a batch job.
+        grace = max(self.grace, job_grace())
+        needed, grace = self.ranks.broadcast_object("needed", (needed, grace))
+        left = grace - max(seconds)
+        end = time.monotonic() + left
         if signalled and needed > left:
             self.finish(max(0.0, left))  # a save in progress may still be committed
             recorder.emit(event_of(reason), reason=reason, saved=False)
@@ -171,7 +162,7 @@ class Saver(Writer):
             raise Stopped(f"{text}; start it again to continue from step {newest}")
         if not self.commit(EMERGENCY):
             raise RunFailed(f"stopped by {reason} at step {step}, but could not be saved")
-        recorder.log(self.callbacks.take_logged())
+        recorder.write_logged()
         recorder.emit(event_of(reason) if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = FLUSH_SECONDS
@@ -184,10 +175,3 @@ class Saver(Writer):
             raise Stopped(text)
         recorder.console.event(text)
         return False
-
-    def seconds_to_commit(self) -> float:
-        """As the last save, after a save in progress; 0 if this step is saved."""
-        if self.newest == self.state.step:
-            return 0.0
-        elapsed, last = time.monotonic() - self.began, self.last_seconds or 0.0
-        return last + (max(0.0, last - elapsed) if self.busy else 0.0)

@@ -36,12 +36,12 @@ BRANCHES = (
     "train.max_skips",
     "train.grad_clip",
 )
+# Files of `windlass submit`, or of a start that failed before it wrote its recipe; a new run may
+# begin beside them.
 LEFT_OVER = re.compile(
     rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
     r"|submit\.(sh|toml)|job(-.*)?\.json|\.(open|ends)-.*|.*\.(out|OU)"
 )
-"""Files of `windlass submit`, or of a start that failed before it wrote its recipe; a new run may
-begin beside them."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,8 @@ def continue_run(
         for key, value in recipe.flat().items()
         if not key.startswith(unrecorded) and old.get(key) != value
     }
-    return Start(
-        recipe,
-        run,
-        resuming=True,
-        finished=not extends_from and is_finished(recipe, run, restarted),
-        extends_from=extends_from,
-        restarted=restarted,
-        changes=changes,
-    )
+    finished = not extends_from and is_finished(recipe, run, restarted)
+    return Start(recipe, run, True, finished, extends_from, restarted=restarted, changes=changes)
 
 
 def begin_run(
@@ -256,25 +249,18 @@ def candidate_checkpoints(start: Start, horizon: Horizon) -> list[Path]:
     settings, run = start.recipe.checkpoint, start.run.path
     if not start.resuming:
         return [start.branch_from] if start.branch_from is not None else []
-    decay_begins = moved_decay(start, horizon)
-    if decay_begins is not None:
-        paths = candidates(run, up_to=decay_begins)
-        if not paths and candidates(run):
-            problem = f"{run} lacks a checkpoint from before step {decay_begins}, when it decays"
-            advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
-            raise UserError(f"{problem}: {advice}")
-        return paths
+    schedule = start.recipe.optim.schedule
+    if start.extends_from and schedule.kind == "wsd":
+        before = phases(schedule, replace(horizon, steps=start.extends_from))
+        if before != phases(schedule, horizon):  # the decay moves
+            paths = candidates(run, up_to=before[1])
+            if not paths and candidates(run):
+                problem = f"{run} lacks a checkpoint from before step {before[1]}, when it decays"
+                advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
+                raise UserError(f"{problem}: {advice}")
+            return paths
     resume = "latest" if start.restarted else settings.resume
     return candidates(run, resume, measure=settings.best)
-
-
-def moved_decay(start: Start, horizon: Horizon) -> int | None:
-    """The step at which the decay of a WSD run began, if its extension to `horizon` moves it."""
-    schedule, old = start.recipe.optim.schedule, replace(horizon, steps=start.extends_from)
-    if not start.extends_from or schedule.kind != "wsd":
-        return None
-    before = phases(schedule, old)
-    return None if before == phases(schedule, horizon) else before[1]
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -12,28 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass.data.mixture import (
-    MixedSamples,
-    Mixture,
-    Stage,
-    continue_stages,
-    stages_of,
-)
-from windlass.data.samples import Samples
 from windlass.model.quantised import Linear4bit
-from windlass.parallel import collectives
-from windlass.parallel.parallelize import unwrap
+from windlass.model.sharding import unwrap
+from windlass.parallel.collectives import sum_over_ranks
 from windlass.parallel.ranks import Ranks
-from windlass.recipe import Horizon, Recipe
-from windlass.seeds import seed_of
+from windlass.recipe import Horizon
 
 SCALE_START = 65536.0  # the first fp16 loss scale
 SCALE_GROWS_AFTER = 2000  # steps without overflow that double it, as in torch's GradScaler
-
-
-def step_seed(seed: int, step: int, micro: int) -> int:
-    """The seed of torch's generators for a micro-batch of a step; independent of rank and world."""
-    return seed_of(f"windlass/dropout/{seed}/{step}/{micro}")
 
 
 @dataclass
@@ -52,8 +38,8 @@ class TrainState:
     loss_sum: float = 0.0  # over all steps with a finite loss
     losses: int = 0  # the number of these steps
     averaged: int = 0  # weights in the checkpoint's average (`train.average`)
+    # The stages of a mixture (`data.mixture.Stage`), past ones as they were; else empty
     mixture: list[list[Any]] = field(default_factory=list)
-    """The stages of a mixture (`data.mixture.Stage`), past ones as they were; else empty."""
 
     def epochs(self, horizon: Horizon) -> float:
         """Completed epochs of the training data."""
@@ -104,30 +90,18 @@ class LossScaler:
         self.good_steps = torch.where(overflow | grows, self._zero, good)
 
 
-def mixture_of(
-    recipe: Recipe, samples: Samples, horizon: Horizon, state: TrainState
-) -> Mixture | None:
-    """The mixture from the state's step on, with its stages put into the state; None if the data is
-    not one."""
-    if not isinstance(samples, MixedSamples):
-        return None
-    planned = stages_of(recipe.data, horizon)
-    past = [Stage(start, tuple(weights)) for start, weights in state.mixture]
-    stages = continue_stages(past, planned, state.step * horizon.samples_per_step)
-    state.mixture = [list(stage) for stage in stages]
-    return Mixture(samples, stages, recipe.run.seed, recipe.data.order)
-
-
-def source_counts(mixture: Mixture | None, step: int, global_batch: int) -> dict[str, float]:
-    """The fields of a `train` line about a mixture's sources: samples and epochs so far."""
-    if mixture is None:
-        return {}
-    fields = dict[str, float]()
-    counts, samples = mixture.counts(step * global_batch).tolist(), mixture.samples
-    for name, part, count in zip(samples.names, samples.parts, counts, strict=True):
-        fields[f"source.{name}.samples"] = count
-        fields[f"source.{name}.epochs"] = count / len(part)
-    return fields
+def set_divisor(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> bool:
+    """Have the next update divide the gradients by a scalar; False if the caller must do it."""
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    if divisor is None:
+        return True
+    able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if not able or divisor.dtype != torch.float32:  # as the kernel takes it
+        return False
+    if optimizer.param_groups[0]["params"][0].device != divisor.device:
+        return False  # torch would copy it to offloaded parameters without waiting
+    optimizer.grad_scale = divisor.detach()  # type: ignore[attr-defined]
+    return True
 
 
 class LossSum:
@@ -146,7 +120,7 @@ class LossSum:
         """Bring the counters up to date; all ranks call it at the same step."""
         if not self._losses:
             return
-        losses = collectives.sum_over_ranks(torch.stack(self._losses), self._ranks)
+        losses = sum_over_ranks(torch.stack(self._losses), self._ranks)
         for loss in filter(math.isfinite, losses.tolist()):
             self._state.loss_sum += loss
             self._state.losses += 1

@@ -8,50 +8,58 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from windlass.checkpoint.choose import BEST, FINAL
+from windlass.data.batch import Samples
 from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.mixture import Mixture
-from windlass.data.samples import Samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line
 from windlass.model.attention import documents_of
-from windlass.model.build import scalar
 from windlass.model.gpt import seed_generators
+from windlass.model.modes import scalar
 from windlass.optim.average import Average
-from windlass.optim.build import set_divisor, set_lr
-from windlass.optim.schedule import lr_multiplier
+from windlass.optim.schedule import lr_multiplier, set_lr
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import autocast, check_gradients_reduced, counted, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan
+from windlass.seeds import seed_of
+from windlass.training.bad_steps import (
+    BadSteps,
+    check_is_deferred,
+    out_of_memory,
+    ran_out_of_memory,
+)
 from windlass.training.callbacks import Callbacks
-from windlass.training.evaluator import Evaluator
-from windlass.training.memory import out_of_memory, ran_out_of_memory
-from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.state import (
-    Buffers,
-    LossScaler,
-    LossSum,
-    StepResult,
-    source_counts,
-    step_seed,
-)
+from windlass.training.state import Buffers, LossScaler, LossSum, StepResult, set_divisor
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 # If another rank may be gone, wait this long for a save, or twice the last save's time if longer.
 FAILING_SAVE_SECONDS = 5.0
 MAX_FAILED_SAVES = 3  # in a row; the run would have nothing to resume from
+
+
+class Evaluating(Protocol):
+    """What the loop needs of `Evaluator`, whatever that measures."""
+
+    @property
+    def due(self) -> bool: ...
+    @property
+    def sample_due(self) -> bool: ...
+    def measure(self) -> Mapping[str, Mapping[str, Any]] | None: ...
+    def sample(self) -> bool: ...
 
 
 @dataclass(kw_only=True)
@@ -74,7 +82,7 @@ class Trainer:
     callbacks: Callbacks
     recorder: Recorder
     saver: Saver
-    evaluator: Evaluator
+    evaluator: Evaluating
     stop: StopSignals
     stop_at: int = 0  # the step after which to stop; 0: the last
 
@@ -111,7 +119,7 @@ class Trainer:
     def begin(self) -> None:
         """Do the evaluation and sample that an interruption skipped at this step."""
         recorder, batch = self.recorder, self.batch
-        done = recorder.read_measured(self.state.step)
+        done = recorder.read_measured()
         if self.evaluator.due and "eval" not in done:
             self.evaluate()
         if self.evaluator.sample_due and "sample" not in done:
@@ -126,21 +134,32 @@ class Trainer:
         """Step, log, save, evaluate; False if a stop was asked for before the end."""
         state, horizon, recipe = self.state, self.horizon, self.recipe
         ranks, recorder, evaluator = self.ranks, self.recorder, self.evaluator
-        first_step, loader = state.step + 1, self.open_loader()
+        first_step = state.step + 1
+        loader = Loader(
+            self.samples,
+            self.batch,
+            ranks.mesh.data_rank,
+            seed=recipe.run.seed,
+            kind=recipe.data.order,
+            device=ranks.device,
+            first_step=state.step,
+            length_buckets=recipe.data.length_buckets and recipe.data.ragged_,
+            mixture=self.mixture,
+        )
         if not gc.isenabled():  # `windlass train` has turned it off
             gc.freeze()  # imported modules stay, so a collection need not look at them
             gc.enable()
         try:
             while state.step < horizon.steps:
-                recorder.log(self.callbacks.take_logged())
+                recorder.write_logged()
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
                 # All ranks act on these after the same step; gloo exchanges them meanwhile.
                 callback_stops = bool(self.callbacks.stop_reason)
-                wishes = [self.stop.requested, self.saver.failures, callback_stops]
-                flags = collectives.max_async(wishes, ranks)
+                flags = collectives.max_async(
+                    [self.stop.requested, self.saver.failures, callback_stops], ranks
+                )
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
-                lr = recipe.optim.lr * multiplier
                 recorder.profile.begin(state.step + 1)
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
@@ -157,7 +176,9 @@ class Trainer:
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
-                save_due, evaluation_due = self.saver.due, evaluator.due
+                periods = recipe.checkpoint.every, recipe.checkpoint.keep_every
+                save_due = any(horizon.due(every, state.step) for every in periods)
+                evaluation_due = evaluator.due
                 asked = bool(stop_asked) or state.step == self.stop_at
                 stopping = bool(stop_requested) or (asked and not last)
                 measured = evaluation_due or evaluator.sample_due
@@ -168,9 +189,11 @@ class Trainer:
                     self.bad_steps.decide()
                 if log_due or self.callbacks.see_steps:
                     collectives.sum_over_ranks(result.loss, ranks)  # in place
+                lr = recipe.optim.lr * multiplier
                 self.callbacks.stepped(lr, batch, result)
                 if log_due:
-                    self.log(result, lr)
+                    self.losses.read()
+                    recorder.train(result, lr, self.scaler.scale, self.mixture)
                 if save_due and self.saver.newest != state.step:
                     self.saver.save()
                 complete = not evaluation_due or self.evaluate()
@@ -186,21 +209,14 @@ class Trainer:
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            raise out_of_memory(recipe, recorder.run, ranks, self.batch, state.step + 1) from None
+            raise out_of_memory(recorder, self.batch) from None
         finally:
             loader.close()
         return True
 
-    def log(self, result: StepResult, lr: float) -> None:
-        """A `train` line, for which the host waits for the device."""
-        self.losses.read()
-        loss, grad_norm = float(result.loss), float(result.grad_norm)
-        sources = source_counts(self.mixture, self.state.step, self.horizon.samples_per_step)
-        self.recorder.train(loss, lr, grad_norm, self.scaler.scale, sources)
-
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
-        ranks, timer = self.ranks, self.recorder.timer
+        ranks, timer, seed = self.ranks, self.recorder.timer, self.recipe.run.seed
         scale = self.scaler.scale
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
@@ -211,8 +227,9 @@ class Trainer:
         has_loss = not staged or self.model.pipeline.is_last
 
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
-            # Nobody knows whether a user's module draws random numbers.
-            seed_generators(ranks.device, step_seed(self.recipe.run.seed, batch.step, micro.k))
+            # Equal on any number of ranks. Nobody knows whether a user's module draws numbers.
+            name = f"windlass/dropout/{seed}/{batch.step}/{micro.k}"
+            seed_generators(ranks.device, seed_of(name))
             ranks.mark(batch.step, "forward")
             stage |= documents_of(micro.batch, self.model)
             with timer.phase("forward"):
@@ -271,21 +288,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
-    def open_loader(self) -> Loader:
-        """The batches from the present step on, read ahead in the background."""
-        settings, state = self.recipe.data, self.state
-        return Loader(
-            self.samples,
-            self.batch,
-            self.ranks.mesh.data_rank,
-            seed=self.recipe.run.seed,
-            kind=settings.order,
-            device=self.ranks.device,
-            first_step=state.step,
-            length_buckets=settings.length_buckets and settings.ragged_,
-            mixture=self.mixture,
-        )
-
     def next_batch(self, loader: Loader) -> StepBatch:
         """The next batch. While it is late, a single rank may stop; several wait for each other."""
         while True:
@@ -321,7 +323,7 @@ class Trainer:
         self.ranks.mark(step, "end")
         if not self.saver.commit(FINAL):
             raise RunFailed("the last checkpoint could not be saved (see above); train again")
-        recorder.log(self.callbacks.take_logged())
+        recorder.write_logged()
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
         recorder.summary()

@@ -1,19 +1,24 @@
-"""Non-finite steps: a loss or gradient that is infinite or NaN, and the policies of a recipe.
+"""Steps that fail: a loss or gradient that is infinite or NaN, and memory that runs out.
 
 A CPU looks at every step before its update. CUDA skips the update itself (`found_inf` of torch's
 fused optimizers) and counts such bad steps; the host reads the counts when it logs or saves."""
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from windlass.errors import RunFailed
+from windlass.errors import OutOfMemory, RunFailed
+from windlass.fileio import write_atomic
+from windlass.recipe import BatchPlan
 from windlass.recipe.settings import TrainSettings
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler
+
+SMALLER = "micro_batch.json"  # in a run: the micro-batch of later starts with the same world size
 
 
 class Counts(NamedTuple):
@@ -45,9 +50,9 @@ class BadSteps:
         self.settings, self.scaler, self.deferred = settings, scaler, deferred
         # Whether no update follows a bad step until the host has looked.
         self._hold_updates = settings.on_nonfinite == "stop" and not scaler.enabled
-        self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
-        self._bad = self._count = self._loss_bad = self._zero
-        self._in_a_row = self._longest = self._zero + self.state.skips_in_a_row
+        # Of each step since the last look, on the device [2]: whether its update was skipped, and
+        # whether this rank's loss was not finite
+        self._flags = list[Tensor]()
 
     def observe(self, loss: Tensor, grad_norm: Tensor, zero: Tensor) -> Tensor:
         """Look at a step before its update: 1.0, on the device, if the update must be skipped.
@@ -56,29 +61,25 @@ class BadSteps:
         are equal on all ranks, which must act alike; `zero` is NaN if a rank's loss is not finite.
         """
         bad = (grad_norm * 0 + zero != 0).float()
-        if self.deferred or bool(bad):
-            self._loss_bad = torch.maximum(self._loss_bad, (loss * 0 != 0).float())
-            self._bad = torch.maximum(self._bad, bad) if self._hold_updates else bad
-            self._count = self._count + self._bad
-            self._in_a_row = (self._in_a_row + 1) * self._bad
-            self._longest = torch.maximum(self._longest, self._in_a_row)
-        else:
-            self._bad, self._in_a_row = bad, self._zero
-        return self._bad
+        if self._hold_updates and self._flags:
+            bad = torch.maximum(bad, self._flags[-1][0])
+        self._flags.append(torch.stack([bad, (loss.detach() * 0 != 0).float()]))
+        return bad
 
     def read(self) -> Counts:
-        """The counts since the last call. Waits for the device."""
-        if not self.deferred and not bool(self._bad):
-            return Counts()
-        tensors = [self._count, self._in_a_row, self._longest, self._loss_bad]
-        bad, in_a_row, longest, loss_bad = torch.stack(tensors).tolist()
-        self._count, self._loss_bad, self._longest = self._zero, self._zero, self._in_a_row
-        return Counts(int(bad), int(in_a_row), int(longest), bool(loss_bad))
+        """The counts since the last call, the row also in the state. Waits for the device."""
+        flags = torch.stack(self._flags).tolist() if self._flags else []
+        self._flags, loss_bad = [], any(loss_bad for _, loss_bad in flags)
+        in_a_row = longest = self.state.skips_in_a_row
+        for bad, _ in flags:
+            in_a_row = in_a_row + 1 if bad else 0
+            longest = max(longest, in_a_row)
+        self.state.skips_in_a_row = in_a_row
+        return Counts(sum(int(bad) for bad, _ in flags), in_a_row, longest, loss_bad)
 
     def decide(self) -> None:
         """Read the counts and act on bad steps by the policies; all ranks call it after a step."""
         state, counts = self.state, self.read()
-        state.skips_in_a_row = counts.in_a_row
         if not counts.bad:
             return
         flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
@@ -103,14 +104,11 @@ class BadSteps:
 
 
 def decide_nonfinite(
-    counts: Counts,
-    bad_ranks: list[int],  # whose loss is not finite
-    step: int,
-    settings: TrainSettings,
-    fp16: bool,
+    counts: Counts, bad_ranks: list[int], step: int, settings: TrainSettings, fp16: bool
 ) -> tuple[str, str]:
     """`skip` or `stop` after bad steps up to `step`, by `train.on_nonfinite`; and why.
-    In fp16 an overflow of the gradient alone halves the loss scale and skips the step."""
+    In fp16 an overflow of the gradient alone halves the loss scale and skips the step.
+    `bad_ranks`: whose loss is not finite."""
     where, problem = f"up to step {step}", "gradient not finite (every rank's loss is finite)"
     if bad_ranks:
         problem = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
@@ -121,3 +119,28 @@ def decide_nonfinite(
         advice = "look at its samples, lower optim.lr, or set train.on_nonfinite=skip"
         problem += f". The update was skipped: {advice}"
     return policy, f"{where}: {problem}"
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed. torch's allocator for a CPU raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def out_of_memory(recorder: Recorder, batch: BatchPlan) -> RunFailed:
+    """The error after memory ran out in a step. If the recipe leaves the micro-batch open, it is
+    OutOfMemory: the next start has a smaller one, which the run directory records."""
+    recipe, phase = recorder.recipe, recorder.ranks.status.phase
+    problem = (
+        f"memory ran out in step {recorder.state.step + 1} ({phase}), with micro-batches of "
+        f"{batch.micro_batch} sequences on each rank"
+    )
+    smaller = [n for n in range(1, batch.micro_batch // 2 + 1) if batch.share % n == 0]
+    if smaller and not recipe.train.micro_batch:
+        recorded = {"world": recorder.ranks.world, "micro_batch": smaller[-1]}
+        write_atomic(recorder.run.path / SMALLER, json.dumps(recorded))
+        return OutOfMemory(f"{problem}: the next start has micro-batches of {smaller[-1]}")
+    advice = [f"train.micro_batch={smaller[-1]}"] if smaller else []
+    if recipe.parallel.activation_checkpointing != "full" and phase != "optimizer":
+        advice.append("parallel.activation_checkpointing=full")
+    remedy = f"write {' or '.join(advice)}" if advice else "use a device with more"
+    return RunFailed(f"{problem}: {remedy}; `windlass plan` shows what each setting needs")
