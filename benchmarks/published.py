@@ -28,12 +28,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from windlass.estimate.collectives import Work, work_of
 from windlass.estimate.devices import USABLE, Device, peak_flops, table
-from windlass.estimate.layout import Layout, Program
 from windlass.estimate.memory import memory
-from windlass.estimate.rank import Rank, ranks_of
-from windlass.estimate.step import Constants, Links, constants, published_speeds, step_time
+from windlass.estimate.rank import Layout, Program, Rank, ranks_of
+from windlass.estimate.step import (
+    Constants,
+    Links,
+    Work,
+    constants,
+    published_speeds,
+    step_time,
+    work_of,
+)
 from windlass.model.size import flops_per_token
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES

@@ -9,8 +9,8 @@ from memory_meter import measured
 
 import hf_fixtures
 from windlass.estimate.activations import measure_peaks
-from windlass.estimate.layout import layout_of
 from windlass.estimate.memory import memory
+from windlass.estimate.rank import layout_of
 from windlass.model.build import build_model, read_sizes
 
 WIDE = {"heads": 4, "width": 128, "context": 64}

@@ -8,7 +8,7 @@ from helpers import TINY, kill_when, overrides, windlass
 from windlass import Study
 from windlass.fileio import read_json
 from windlass.run import Run
-from windlass.study.efficiency import read_setups
+from windlass.study.setups import read_setups
 
 pytestmark = pytest.mark.dist
 

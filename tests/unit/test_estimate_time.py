@@ -7,43 +7,28 @@ from estimate_fixtures import write_run
 
 from helpers import refused
 from windlass.estimate.calendar import milestones, most_checkpoints, occurrences
-from windlass.estimate.candidates import Machine
 from windlass.estimate.devices import find_device
 from windlass.estimate.inputs import PlanInputs
-from windlass.estimate.layout import compiles, layout_of
-from windlass.estimate.plan import plan
-from windlass.estimate.speed import measured_speed, past_speed, predicted_speed
+from windlass.estimate.plan import measured_speed, past_speed, plan, predicted_speed
+from windlass.estimate.rank import compiles, layout_of
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
 
 
 @pytest.mark.parametrize("every", [0, 7, 250, 0.34, 1.0, "1 epoch", "2.5 epochs", "0.01 epochs"])
-@pytest.mark.parametrize(
-    "sizes", [(100, 333, 10), (97, 12, 5), (50, 3, 16), (10, 160, 16), (1, 1, 1)]
-)
+@pytest.mark.parametrize("sizes", [(100, 333, 10), (97, 12, 5), (50, 3, 16), (1, 1, 1)])
 def test_occurrences_are_where_they_are_due(every, sizes):
     horizon = Horizon(*sizes)
     assert occurrences(horizon, every) == [s for s in range(sizes[0] + 1) if horizon.due(every, s)]
 
 
-def recipe(**overrides):
-    return Recipe().replace(**{"train.steps": 100, "train.global_batch": 4, **overrides})
-
-
 def test_milestones_by_hand():
-    r = recipe(**{"eval.every": 0.4, "checkpoint.every": 60})
-    assert [(m.step, m.what) for m in milestones(r, Horizon(100, 130, 4))] == [
-        (0, "evaluation"),
-        (40, "evaluation"),
-        (60, "checkpoint"),
-        (80, "evaluation"),
-        (100, "evaluation"),
-        (100, "checkpoint"),
-    ]
-
-
-def test_the_most_checkpoints():
-    r = recipe(**{"checkpoint.every": 10, "checkpoint.keep_last": 3})
+    r = Recipe().replace({"train.global_batch": 4, "eval.every": 0.4, "checkpoint.every": 60})
+    saves, rest = [], []
+    for one in milestones(r, Horizon(100, 130, 4)):
+        (saves if one.what == "checkpoint" else rest).append(one.step)
+    assert (saves, rest) == ([60, 100], [0, 40, 80, 100])
+    r = r.replace({"checkpoint.every": 10, "checkpoint.keep_last": 3})
     # three, the best, and one while it is written
     assert most_checkpoints(r, Horizon(100, 0, 4)) == 5
 
@@ -108,9 +93,7 @@ def test_predicted_speed():
     full = PlanInputs(r, 8, device, "bf16", 50257, 1000, 1024.0)
 
     def speed(**changes):
-        inputs = replace(full, **changes)
-        machine = Machine(inputs.device, inputs.world, inputs.precision)
-        return predicted_speed(inputs, machine)
+        return predicted_speed(replace(full, **changes))
 
     one, _ = speed()
     assert one.basis == "predicted" and "149 published runs on A100" in one.detail

@@ -22,7 +22,7 @@ from windlass.reports.law import compute_chart, predicted_table, residuals
 from windlass.run import last_start
 from windlass.study.ladder import Ladder, assignments, create_ladder, join, open_ladder, shape_of
 from windlass.study.law import FORMS, Law, Observation, effective_tokens, fit_law
-from windlass.study.numbers import BITS
+from windlass.study.results import BITS
 from windlass.telemetry.measures import show
 
 VOCAB = 50_304

@@ -14,6 +14,7 @@ from windlass.errors import UserError, argument
 from windlass.processes import nvml_handle, visible_gpus
 
 GIB = 2**30
+NO_PEAK = "a CPU has no published peak"
 USABLE = 0.9
 """The part of a device's memory that a plan fills.
 

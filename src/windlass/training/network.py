@@ -18,7 +18,7 @@ from windlass.checkpoint.state_dict import named_state
 from windlass.data.run_data import Data
 from windlass.data.samples import masks_documents
 from windlass.errors import UserError
-from windlass.estimate.layout import compiles
+from windlass.estimate.rank import compiles
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
 from windlass.model.attention import takes_documents

@@ -21,8 +21,8 @@ from windlass.data.samples import real_tokens
 from windlass.errors import OutOfMemory, UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import measures_all, resolve_steps
-from windlass.estimate.candidates import layout_on
 from windlass.estimate.devices import USABLE, Device
+from windlass.estimate.inputs import layout_on
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.optim.average import Average
