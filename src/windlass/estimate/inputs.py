@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windlass.errors import UserError, argument, first_line
-from windlass.estimate.calendar import recipe_vocab, resolve_steps
+from windlass.estimate.calendar import recipe_vocab
 from windlass.estimate.devices import (
     CAREFUL,
     USABLE,
@@ -98,14 +98,6 @@ class PlanInputs:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
         of_hf = self.counted if recipe.model.kind == "hf" else None
         return layout_on(recipe, vocab, self.world, self.device, self.precision, counted=of_hf)
-
-    @property
-    def steps_of_run(self) -> int:
-        """UserError if a number that they depend on is unknown."""
-        if self.steps is not None:
-            return self.steps
-        size, known = self.size, (self.tokens_per_sample, self.samples_per_epoch)
-        return resolve_steps(self.recipe, size.vocab, *known, size.parameters)
 
     @property
     def ranks_of_host(self) -> int:

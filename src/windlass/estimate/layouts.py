@@ -211,15 +211,13 @@ class PlannedMemory:
     """The memory of the fullest rank with changed settings; models are counted once."""
 
     def __init__(self, inputs: PlanInputs):
-        self.inputs = inputs
-        # By network and micro-batch; 0: of any micro-batch.
-        self.counted = {(self._network(inputs.recipe), 0): inputs.counted}
+        # By the settings of `network` and the micro-batch; 0: of any micro-batch.
+        self.inputs, self.counted = inputs, {(self.network(inputs.recipe), 0): inputs.counted}
 
     @staticmethod
-    def _network(recipe: Recipe) -> str:
+    def network(recipe: Recipe) -> str:
         """The settings that determine a model's weights and activations."""
-        checkpointing = recipe.parallel.activation_checkpointing
-        return f"{recipe.model!r} {checkpointing} {recipe.train.master}"
+        return f"{recipe.model!r} {recipe.parallel.activation_checkpointing} {recipe.train.master}"
 
     def of(self, settings: Settings) -> Memory | None:
         """The fullest rank's memory; None if these settings are not valid, or it is unknown."""
@@ -227,7 +225,7 @@ class PlannedMemory:
             recipe = self.inputs.recipe.replace(settings)
             recipe.batch(self.inputs.world, self.inputs.device.kind)
             inputs = replace(self.inputs, recipe=recipe)
-            network, micro_batch = self._network(recipe), recipe.train.micro_batch
+            network, micro_batch = self.network(recipe), recipe.train.micro_batch
             measured = (network, 0 if (network, 0) in self.counted else micro_batch)
             if measured not in self.counted:
                 sized = with_sizes(inputs, activations=True, several=not micro_batch)

@@ -22,6 +22,7 @@ from windlass.estimate.calendar import (
     most_checkpoints,
     optimal_steps,
     optimal_tokens,
+    resolve_steps,
 )
 from windlass.estimate.devices import NO_PEAK, Device
 from windlass.estimate.inputs import PlanInputs, Size, read_inputs
@@ -184,10 +185,13 @@ def assemble(
         seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None,
         unknown=unknown,
     )
-    try:
-        plan.steps = inputs.steps_of_run
-    except UserError as error:
-        unknown["steps"] = str(error)
+    plan.steps = inputs.steps
+    if plan.steps is None:
+        known = (inputs.tokens_per_sample, inputs.samples_per_epoch, size.parameters)
+        try:
+            plan.steps = resolve_steps(recipe, size.vocab, *known)
+        except UserError as error:
+            unknown["steps"] = str(error)
     if size.parameters and size.flops_per_token:
         _add_memory(plan, inputs, size.parameters, size.flops_per_token)
     if plan.steps is not None:

@@ -108,12 +108,7 @@ def create_scaling(
     return Study.create(recipe, listed, Path(path), scaling=scaling)
 
 
-def scaling_of(
-    before: Scaling | None,
-    mode: str = "",
-    grow: str = "",
-    preset: str = "",
-) -> Scaling:
+def scaling_of(before: Scaling | None, mode: str = "", grow: str = "", preset: str = "") -> Scaling:
     """A study's options: the given ones, else the existing study's, else the defaults."""
     mode = mode or (before.mode if before else "strong")
     if mode not in MODES:

@@ -268,12 +268,12 @@ def baseline(table: Sequence[Setup]) -> Setup:
 
 def _compare(table: list[Setup], scaling: Scaling) -> None:
     base = baseline(table)
-    for setup in table:
-        if setup is not base and not base.measured:
-            why = f"the baseline, {base.name}, lacks numbers"
-            setup.missing.update(dict.fromkeys(COMPARED, why))
-        if not setup.measured or not base.measured:
-            continue
+    if not base.measured:
+        why = dict.fromkeys(COMPARED, f"the baseline, {base.name}, lacks numbers")
+        for setup in table:
+            setup.missing.update({} if setup is base else why)
+        return
+    for setup in (setup for setup in table if setup.measured):
         values, first, p = setup.values, base.values, setup.world / base.world
         faster = values["samples_per_s"] / first["samples_per_s"]
         efficiency = first["step_ms"] / values["step_ms"] if scaling.mode == "weak" else faster / p
@@ -297,11 +297,11 @@ def _recommend(table: list[Setup]) -> None:
     smallest = min(near, key=lambda setup: setup.values["peak_mem_mb"])
     for setup in rivals:
         setup.values["recommended"] = setup is smallest
-    smallest.recommended_because = "the fastest"
+    why = "the fastest"
     if smallest is not fastest:
         saved = 1 - smallest.values["peak_mem_mb"] / fastest.values["peak_mem_mb"]
-        tie = f"as fast as {fastest.name}, within 2 %"
-        smallest.recommended_because = f"{tie}, with {100 * saved:.0f} % less memory"
+        why = f"as fast as {fastest.name}, within 2 %, with {100 * saved:.0f} % less memory"
+    smallest.recommended_because = why
 
 
 def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
