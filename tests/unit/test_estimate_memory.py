@@ -58,9 +58,7 @@ def predicted_bytes(settings: ModelSettings, precision: str, **how) -> int:
 
 
 def allocations(call) -> list[int]:
-    """The allocator's bytes in use after each allocation and release of a call, on top of those
-    before it.
-    """
+    """The allocator's bytes in use after each allocation and release of a call."""
     gc.collect()  # or what earlier tests left is freed, and counted, in the middle of it
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
@@ -75,12 +73,10 @@ def allocations(call) -> list[int]:
     "over",
     [
         {},
-        MODERN,
         {**MODERN, "kv_heads": 2},
         {"activation": "swiglu", "final_norm": False, "tie_head": False},
         {"activation": "relu", "kv_heads": 1, "position": "none"},
-        {"dropout": 0.1},
-        {"qk_norm": True},
+        {"dropout": 0.1, "qk_norm": True},
         {"logit_cap": 15.0},
         {"position": "rope", "norm": "rmsnorm", "ff_width": 100, "activation": "gelu_tanh"},
         {**MODERN, "dropout": 0.1, "kv_heads": 2},
@@ -113,9 +109,7 @@ def test_what_autograd_saves_with_a_stream_in_bf16(monkeypatch, over):
 
 @pytest.mark.parametrize("over", [{}, {"logit_cap": 15.0}])
 def test_the_peak_of_a_chunked_loss(over):
-    """All that the allocator gave out while the loss was computed in chunks, on top of weights and
-    hidden states.
-    """
+    """All that the allocator gave out, on top of weights and hidden states."""
     assert GATHER_BYTES == shard.GATHER_BYTES
     assert muon.AT_ONCE == STACK_NUMBERS
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
@@ -130,15 +124,13 @@ def test_the_peak_of_a_chunked_loss(over):
 
 
 GPT2 = Recipe.load("gpt2-124m")
-ROWS = 50304
+ROWS, SIZES = 50304, (1, 2, 4, 8, 16, 32, 64)
 BASE_LAYOUT = Layout("ddp", 8, precision="bf16", device="cuda", micro_batch=16, accumulation=4)
 LARGE = GPT2.model.model_copy(update={"layers": 36, "width": 1280, "heads": 20})
 
 
 def test_static_memory_by_hand():
-    """12 bytes a parameter at rest for AdamW in fp32 master weights, divided by the ranks that
-    shard them.
-    """
+    """12 bytes a parameter for AdamW, divided by the ranks that shard them."""
 
     def gpt2_memory(**layout):
         return memory(GPT2.model, ROWS, replace(Layout("single"), **layout))
@@ -162,15 +154,12 @@ def test_static_memory_by_hand():
     assert memory(sizes, 1000, Layout("full_shard", 4, 4)).total == whole.total / 4
 
 
-@pytest.mark.parametrize("gigabytes", [1, 3, 6, 12, 80])
+@pytest.mark.parametrize("gigabytes", [1, 6, 80])
 def test_the_largest_micro_batch_is_the_largest(gigabytes):
     for row in memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9)):
-        largest = 0
-        for n in (1, 2, 4, 8, 16, 32, 64):
-            layout = replace(row.layout, micro_batch=n, accumulation=64 // n)
-            if memory(GPT2.model, ROWS, layout).total <= gigabytes * 1e9:
-                largest = n
-        assert row.largest_micro_batch == largest
+        tried = [replace(row.layout, micro_batch=n, accumulation=64 // n) for n in SIZES]
+        fit = [x for x in tried if memory(GPT2.model, ROWS, x).total <= gigabytes * 1e9]
+        assert row.largest_micro_batch == max((x.micro_batch for x in fit), default=0)
 
 
 def inputs(micro_batch=0):

@@ -9,11 +9,10 @@ import pytest
 from estimate_fixtures import write_run
 
 import hf_fixtures
-from helpers import write_corpus
+from helpers import refused, write_corpus
 from windlass.data.loader import Loader
 from windlass.data.open import open_samples
 from windlass.data.prepare import prepare
-from windlass.errors import UserError
 from windlass.estimate import activations
 from windlass.estimate.calendar import (
     measures_all,
@@ -55,9 +54,8 @@ def test_steps_for_every_way_they_are_written():
         (["model.vocab=0", "data.tokenizer=char"], "model.vocab"),
         (["model.kind=hf", "model.name=x", "data.tokenizer=hf:x"], "train.steps"),
     ]:
-        with pytest.raises(UserError) as error:
+        with refused(remedy):
             resolve_steps(C4.replace(*overrides))
-        assert remedy in str(error.value)
 
 
 PEAKS = {
@@ -140,7 +138,6 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     assert result.recommended["train.micro_batch"] == 1
     assert 0 < result.speed.tokens_per_s < 2 * 312e12 / (6 * n)
     assert "?" not in repr(result)
-    assert "at most 2, the sequences of a rank" in repr(result)  # it bounds the micro-batch
     # an operation that has no fake kernel
     monkeypatch.setattr(activations, "measure_peaks", lambda *_: 1 / 0)
     unknown = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
@@ -148,11 +145,9 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     assert "activations of this model are unknown" in repr(unknown)
     assert all(row.memory.activations == 0 for row in unknown.memory)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # and out of reach, the rest of the plan
-    own[0] = "model.name=nobody/nothing"
-    assert "steps" in plan("bloom-560m-squad", own, device="A100-40GB").unknown
-    result = plan("bloom-560m-squad", [own[0], "train.steps=10"], device="A100-40GB")
-    assert result.milestones and result.size.parameters is None
-    assert "nobody/nothing" in result.unknown["size"]
+    own = ["model.name=nobody/nothing", "train.steps=10"]
+    result = plan("bloom-560m-squad", own, device="A100-40GB")
+    assert result.milestones and "nobody/nothing" in result.unknown["size"]
 
 
 def test_a_plan_of_weights_in_4_bits_needs_no_package(tmp_path, monkeypatch):
@@ -166,7 +161,7 @@ def test_a_plan_of_weights_in_4_bits_needs_no_package(tmp_path, monkeypatch):
     weights, less = (result.memory[0].memory for result in (whole, small))
     assert less.parameters < weights.parameters and less.activations > 0
     recipe = Recipe.load("bloom-560m-squad", [*own, "model.lora.base=4bit"])
-    with pytest.raises(UserError, match="pip install bitsandbytes"):
+    with refused("pip install bitsandbytes"):
         recipe.check_packages()
 
 
@@ -220,11 +215,9 @@ def test_all_validation_data_is_measured_at_end_if_that_is_tenth_of_work(at_end,
 
 def test_a_live_run_says_what_is_left(tmp_path):
     result = plan(write_run(tmp_path / "runs" / "live", until=40).path)
-    assert (result.done, result.steps) == (40, 100)
-    assert (result.device.kind, result.size.vocab) == ("cpu", 257)
+    assert (result.done, result.steps, result.size.vocab) == (40, 100, 257)
     assert result.seconds == pytest.approx(6.0 + 3 * 2.0), "evaluations at 50, 75, 100"
-    assert result.speed.basis == "measured"
-    assert result.milestones["evaluation"] == 3
+    assert (result.speed.basis, result.milestones["evaluation"]) == ("measured", 3)
 
 
 def test_an_unknown_device_and_runs_by_their_paths(call, tmp_path):
@@ -247,7 +240,6 @@ def test_bad_input_is_one_message(call):
         ("c4-30m --device A100", "A100-80GB"),
         ("c4-30m --world 3", "train.global_batch"),
         ("quickstart optim.schedule.warmup=9000", "schedule.warmup"),
-        ("quickstart optim.schedule.warmup=0.6 optim.schedule.decay=0.6", "schedule.decay"),
         ("quickstart optim.schedule.steps=50 optim.schedule.warmup=60", "50 steps"),
         ("quickstart --from nowhere", "nowhere"),
         ("--device cpu", "RECIPE"),

@@ -33,18 +33,12 @@ def test_milestones_by_hand():
     assert most_checkpoints(r, Horizon(100, 0, 4)) == 5
 
 
-START = {"kind": "event", "event": "started", "step": 0, "attempt": 0, "world": 2}
-START["device"] = "some GPU"
+START = {"kind": "event", "event": "started", "step": 0, "world": 2, "device": "some GPU"}
 
 
 def train(step, step_ms, attempt=0, **more):
     speed = {"step_ms": step_ms, "tokens_per_s": 1e6 / step_ms}
     return {"kind": "train", "step": step, "attempt": attempt, **speed, **more}
-
-
-def evaluation(step, seconds, **more):
-    line = {"kind": "eval", "step": step, "suite": "loss", "runtime_s": seconds, "attempt": 0}
-    return line | more
 
 
 def test_a_measured_speed_leaves_out_the_start_outliers_and_earlier_starts():
@@ -62,11 +56,9 @@ def test_a_measured_speed_leaves_out_the_start_outliers_and_earlier_starts():
 
 
 def test_costs_of_evaluations_and_saves():
-    saves = [
-        {"kind": "event", "event": "checkpoint", "step": step, "attempt": 0} for step in (10, 20)
-    ]
-    lines = [evaluation(0, 40.0), train(10, 100), evaluation(10, 6.0)]
-    lines += [evaluation(10, 10.0, suite="hellaswag"), *saves]
+    evals = ((0, "loss", 40.0), (10, "loss", 6.0), (10, "hellaswag", 10.0))
+    lines = [{"kind": "eval", "step": n, "suite": s, "runtime_s": t} for n, s, t in evals]
+    lines += [train(10, 100), *({"kind": "event", "event": "checkpoint", "step": 10},) * 2]
     lines.append(train(20, 100, seconds={"train": 2.0, "save": 0.5}))
     assert measured_speed([START, *lines], "x").costs == {"evaluation": 16.0, "checkpoint": 0.25}
 
@@ -107,9 +99,8 @@ def test_predicted_speed():
     assert full_shard.tokens_per_s < one.tokens_per_s
     cpu, why = speed(device=find_device("cpu"))
     assert cpu is None and "CPU" in why and "--from" in why
-    on, off = (
-        speed(recipe=r.replace({"train.tf32": tf32}), precision="fp32")[0] for tf32 in (True, False)
-    )
+    recipes = (r.replace({"train.tf32": tf32}) for tf32 in (True, False))
+    on, off = (speed(recipe=recipe, precision="fp32")[0] for recipe in recipes)
     assert 3 < on.tokens_per_s / off.tokens_per_s < 8  # peaks of 156 and 19.5 TFLOP/s
     l4, _ = speed(device=find_device("L4"))
     assert l4.range is None and "error is unknown" in l4.detail

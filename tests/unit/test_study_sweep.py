@@ -30,7 +30,7 @@ TRAINING = textwrap.dedent(
     from datetime import UTC, datetime
     from pathlib import Path
 
-    run, plan, world = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[4])
+    run, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
     run.mkdir(parents=True, exist_ok=True)
     ledger = run / "metrics.jsonl"
     before = [json.loads(x) for x in ledger.read_text().splitlines()] if ledger.exists() else []
@@ -48,19 +48,16 @@ TRAINING = textwrap.dedent(
 
     step = first
     signal.signal(signal.SIGTERM, stop)
-    about = {"threads": os.environ.get("OMP_NUM_THREADS"), "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
-    (run / "about.json").write_text(json.dumps(about | {"world": world}))
+    (run / "about.json").write_text(json.dumps({"world": int(sys.argv[4]), **os.environ}))
     if attempt < plan.get("taken", 0):
         write("event", step, event="started")
         print(f"windlass: another process trains in {run} already (process 1 on here); wait for it, or stop it")
         sys.exit(2)
     write("event", step, event="resumed" if before else "started", steps=plan["steps"])
     (run / "heartbeat").touch()
-    losses = plan["losses"]
     for step in range(first + 1, plan["steps"] + 1):
-        loss = losses[min(step, len(losses)) - 1]
-        write("train", step, loss=loss, tokens=step)
-        write("eval", step, suite="loss", loss=loss)
+        write("train", step, loss=4.0, tokens=step)
+        write("eval", step, suite="loss", loss=4.0)
         if attempt < plan.get("killed", 0):
             (run / "heartbeat").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -86,7 +83,7 @@ def play(tmp_path, monkeypatch):
         study = Study.create(recipe, axes, path, world=options.pop("world", 0))
 
         def command(_, cell):
-            plan = {"steps": STEPS, "losses": [4.0], "pause": 0.0} | plans[study.cells.index(cell)]
+            plan = {"steps": STEPS, "pause": 0.0} | plans[study.cells.index(cell)]
             return [sys.executable, "-c", TRAINING, str(study.run_of(cell).path), json.dumps(plan)]
 
         progress = Progress(io.StringIO())
@@ -142,10 +139,13 @@ def test_failed_cells_are_left_alone_until_asked_for(play):
     assert (code, states(study)) == (1, ["failed", "finished"])
     assert study.results()[0].reason == "exit code 1: windlass: no luck"
     code, study, _ = play([{}, {}])
-    assert (code, states(study), attempts(study)) == (1, ["failed", "finished"], ["started"])
+    assert (code, attempts(study)) == (1, ["started"])
     code, study, _ = play([{}, {}], retry_failed=True)
-    assert (code, states(study)) == (DONE, ["finished"] * 2)
-    assert (attempts(study), attempts(study, 1)) == (["started", "resumed"], ["started"])
+    assert (code, attempts(study), attempts(study, 1)) == (
+        DONE,
+        ["started", "resumed"],
+        ["started"],
+    )
 
 
 def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monkeypatch):
@@ -166,8 +166,7 @@ def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monk
     assert not begun and not prepared
     study = runner.sweep(recipe, seeds, {"train.steps": 3}, path=tmp_path / "seeds")
     assert {cell.recipe.train.steps for cell in study.cells} == {3}
-    assert prepared[0].parent == tmp_path / "data" and Index.load(prepared[0])
-    assert len(prepared) == len(begun) == 1
+    assert len(prepared) == len(begun) == 1 and Index.load(prepared[0])
     own = recipe.replace({"data.dir": ""})
     monkeypatch.chdir(tmp_path)
     runner.sweep(own, {"data.source": [str(corpus), missing]}, path=tmp_path / "some")
@@ -190,7 +189,7 @@ def test_a_study_is_trained_outside_the_main_thread(play, tmp_path, monkeypatch)
 def test_workers_and_ranks_share_the_cores(play):
     code, study, _ = play([{}, {}], axes=["parallel.world=1,2"], world=4, workers=2)
     assert code == DONE
-    seen = [(about(study, n)["world"], int(about(study, n)["threads"])) for n in (0, 1)]
+    seen = [(about(study, n)["world"], int(about(study, n)["OMP_NUM_THREADS"])) for n in (0, 1)]
     assert seen == [(1, thread_share(4)), (2, thread_share(4))]
     cores = len(os.sched_getaffinity(0))
     assert (thread_share(cores), thread_share(4 * cores)) == (1, 1)
@@ -205,4 +204,4 @@ def test_each_cell_has_devices_of_its_own(play, monkeypatch, devices, workers, w
     monkeypatch.setitem(sys.modules, "pynvml", None)  # which would say that this machine has fewer
     _, study, _ = play([{"pause": 0.1}] * 4, workers=workers, world=world)
     assert states(study) == ["finished"] * 4
-    assert {about(study, n)["devices"] for n in range(4)} == given
+    assert {about(study, n)["CUDA_VISIBLE_DEVICES"] for n in range(4)} == given

@@ -106,10 +106,7 @@ class Ladder:
         return self.law.predict(size, effective_tokens(planned.tokens, unique))
 
     def _compared(self, recipe: Recipe) -> dict[str, Any]:
-        """The settings behind a loss, with the real paths of files.
-
-        A prediction is of any part of the same validation data.
-        """
+        """The settings behind a loss, with the real paths of files, but for amounts of data."""
         settings = validation_settings(recipe)
         settings = {key: value for key, value in settings.items() if key not in AMOUNTS}
         for name in ("source", "eval_source"):

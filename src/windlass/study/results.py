@@ -1,7 +1,6 @@
 """The numbers of runs, the measure that compares them, and the states and winners of cells.
 
-Reports and `windlass runs` also have a run's numbers from here. `telemetry.measures.RUN` has the
-name, heading and format of each number.
+`telemetry.measures.RUN` has the name, heading and format of each number.
 """
 
 from __future__ import annotations

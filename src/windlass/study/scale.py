@@ -135,10 +135,7 @@ def assignments(
     nodes: Sequence[int] = (),
     smallest: int = 0,
 ) -> list[Assignment]:
-    """The grid of a scaling study.
-
-    `smallest`: the ranks of the recipe's own model; 0: the fewest of `worlds`.
-    """
+    """The grid of a study; `smallest`: the ranks of the recipe's own model; 0: of the baseline."""
     worlds = list(dict.fromkeys(worlds))
     _check(recipe, scaling, worlds, nodes)
     places: list[Assignment] = [{WORLD: world} for world in worlds]

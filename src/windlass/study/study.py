@@ -11,7 +11,7 @@ import json
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -97,17 +97,11 @@ class Study:
         world: int = 0,
         scaling: Scaling | None = None,
     ) -> Study:
-        """Create the study of a recipe and a grid, or add the grid's cells to the study at `path`.
+        """Create the study of a recipe and a grid, or add the grid's cells to the study at `path`
+        (None: `studies/<preset>-<hash>`); without axes open it.
 
-        The recipe's `run.dir` and `run.name` do not count. Without axes it opens the study.
-
-        Args:
-            path: None: `studies/<preset>-<hash of the recipe>`.
-            write: False: write nothing to disk.
-            world: ranks of each cell without `parallel.world`; 0: as the study has it.
-            scaling: the options of a scaling study, which makes it one.
-
-        Raises UserError if a cell's recipe is invalid, or `path` has another study.
+        The recipe's `run.dir` and `run.name` do not count. `write` False: write nothing to disk.
+        UserError if a cell's recipe is invalid, or `path` has another study.
         """
         # Every setting by name, as recipe.toml has them, so that no default depends on a cell.
         place = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
@@ -123,13 +117,12 @@ class Study:
         elif len(axes):
             cells = expand(base, read_axes(axes))
         new = Study(path, base, cells, kind, world, scaling)
-        if not write:
-            return Study.open(path)._grown(new) if Study.is_study(path) else new
-        path.mkdir(parents=True, exist_ok=True)
-        with locked(path / ".study.lock"):
+        if write:
+            path.mkdir(parents=True, exist_ok=True)
+        with locked(path / ".study.lock") if write else nullcontext():
             before = Study.open(path) if Study.is_study(path) else None
             study = before._grown(new) if before else new
-            if study == before:
+            if study == before or not write:
                 return study
             # The recipe first: the keys in study.json reveal a later edit of the recipe.
             write_atomic(path / "recipe.toml", study.recipe.toml())
