@@ -106,8 +106,7 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
             return replace(listed.get(name, Device(name, "cuda", 0)), memory_bytes=memory_bytes)
     import psutil
 
-    memory_bytes = memory_bytes or psutil.virtual_memory().total // ranks
-    return Device("CPU", "cpu", memory_bytes, LOOPBACK, HOST_MEMORY)
+    return find_device("cpu", memory_bytes or psutil.virtual_memory().total // ranks)
 
 
 def _plain(name: str) -> str:

@@ -297,19 +297,14 @@ def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> i
     part on a GPU), and twice the host's part of a checkpoint, for the copy of a save and for
     loading.
     """
-    network: Network = recipe.model
     vocab = recipe_vocab(recipe) or LARGE_VOCAB
-    on_disk = checkpoint_bytes(recipe, vocab)
+    inputs = PlanInputs(recipe, world, Device("", "cpu" if on_cpu else "cuda", None), "", vocab)
     if recipe.model.kind == "hf":
-        try:
-            from windlass.model.build import read_sizes  # needs torch
-
-            network = read_sizes(recipe, 0)
-            on_disk = checkpoint_bytes(recipe, vocab, network)
-        except (ImportError, UserError):
-            return 0
-    layout = layout_of(recipe, world, "cpu" if on_cpu else "cuda")
-    peak = memory(network, vocab, layout, recipe.optim.kind)
+        inputs = with_sizes(inputs)
+    if (on_disk := inputs.size.checkpoint_bytes) is None:
+        return 0
+    layout = layout_of(recipe, world, inputs.device.kind)
+    peak = memory(inputs.counted or recipe.model, vocab, layout, recipe.optim.kind)
     in_use = peak.host + (peak.total if on_cpu else 0)
     part = min(1.0, per_host / layout.shard)
     base = CPU_RANK_GB if on_cpu else GPU_RANK_GB

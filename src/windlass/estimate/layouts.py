@@ -46,10 +46,13 @@ class LayoutRow:
 
 
 def variants(
-    base: Layout, checkpointings: Sequence[str] = CHECKPOINTING, groups: int = 0
+    base: Layout,
+    checkpointings: Sequence[str] = CHECKPOINTING,
+    groups: int = 0,
+    offload: bool = False,
 ) -> Iterator[Layout]:
     """A layout with each strategy and activation checkpointing that its ranks allow, the fastest
-    first, without offload; `groups`: data ranks that share each of several hosts.
+    first; `groups`: data ranks that share each of several hosts; `offload`: with it, too.
 
     `shard_grad_op` moves less over the network than `full_shard`. `hybrid_shard` gathers among half
     of the ranks. `shard_optim` moves half as much again as `ddp`, while nothing is computed.
@@ -59,18 +62,16 @@ def variants(
         names += ["shard_grad_op", "shard_optim", "hybrid_shard", "full_shard"]
         if base.data_world <= 3:
             names.remove("hybrid_shard")
-    plain = replace(base, offload=False)
-    for checkpointing, name in product(checkpointings, names):
-        yield variant(plain, name, checkpointing, groups)
-
-
-def variant(base: Layout, strategy: str, checkpointing: str, groups: int = 0) -> Layout:
-    """A layout with another strategy; the same strategy keeps its sharding group."""
-    how = replace(base, strategy=strategy, checkpointing=checkpointing)
-    if strategy == base.strategy:
-        return how
-    shard = how.policy.sizes(base.data_world, 0, groups).dp_shard
-    return replace(how, shard=shard * (base.context if how.policy.shards_optimizer else 1))
+    every = [(checkpointing, name, False) for checkpointing, name in product(checkpointings, names)]
+    if offload:
+        every += [(checkpointing, "full_shard", True) for checkpointing in ("none", "full")]
+    for checkpointing, name, to_host in every:
+        how = replace(base, strategy=name, checkpointing=checkpointing, offload=to_host)
+        if name != base.strategy:  # the same strategy keeps its sharding group
+            shard = how.policy.sizes(base.data_world, 0, groups).dp_shard
+            shard *= base.context if how.policy.shards_optimizer else 1
+            how = replace(how, shard=shard)
+        yield how
 
 
 def settings_of(layout: Layout) -> Settings:
@@ -93,10 +94,8 @@ def memory_rows(
     ours = not isinstance(model, CountedSizes)
     has_peaks = not isinstance(model, CountedSizes) or bool(model.peaks)
     base = base if has_peaks else replace(base, checkpointing="none")
-    layouts = list(variants(base, CHECKPOINTING if ours else [base.checkpointing]))
-    if base.device == "cuda" and ours:
-        offload = replace(base, offload=True)
-        layouts += [variant(offload, "full_shard", each) for each in ("none", "full")]
+    checkpointings = CHECKPOINTING if ours else [base.checkpointing]
+    layouts = list(variants(base, checkpointings, offload=ours and base.device == "cuda"))
     if base not in layouts:
         layouts.append(base)
     rows = []
