@@ -4,7 +4,7 @@
     python benchmarks/published.py --fit      # the constants for estimate/devices.toml
 
 `published.csv` has one run a row: facts that others measured and published, with their source. Its
-programs are not Windlass. The columns `stream` to `weight` say what differs (`layout.Program`): the
+programs are not Windlass. The columns `stream` to `weight` say what differs (`rank.Program`): the
 bytes of a number in the residual stream, the bytes held and moved for a logit, the part of the
 products that selective checkpointing repeats, and the bytes of a reduced gradient and of a weight.
 `fused`: norms and activations are fused, by `torch.compile` or by hand. `tokens_per_s` is the speed
