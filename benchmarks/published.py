@@ -4,7 +4,7 @@
     python benchmarks/published.py --fit      # the constants for estimate/devices.toml
 
 `published.csv` has one run a row: facts that others measured and published, with their source. Its
-programs are not Windlass. The columns `stream` to `weight` say what differs (`layout.Program`): the
+programs are not Windlass. The columns `stream` to `weight` say what differs (`rank.Program`): the
 bytes of a number in the residual stream, the bytes held and moved for a logit, the part of the
 products that selective checkpointing repeats, and the bytes of a reduced gradient and of a weight.
 `fused`: norms and activations are fused, by `torch.compile` or by hand. `tokens_per_s` is the speed
@@ -28,12 +28,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from windlass.estimate.collectives import Work, work_of
 from windlass.estimate.devices import USABLE, Device, peak_flops, table
-from windlass.estimate.layout import Layout, Program
 from windlass.estimate.memory import memory
-from windlass.estimate.rank import Rank, ranks_of
-from windlass.estimate.step import Constants, Links, constants, published_speeds, step_time
+from windlass.estimate.rank import Layout, Program, Rank, ranks_of
+from windlass.estimate.step import (
+    Constants,
+    Links,
+    Work,
+    constants,
+    published_speeds,
+    step_time,
+    work_of,
+)
 from windlass.model.size import flops_per_token
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from windlass.reports.write import Report, report
     from windlass.run import Run
     from windlass.study.ladder import ladder
+    from windlass.study.runner import sweep
     from windlass.study.scale import scale
     from windlass.study.study import Study
-    from windlass.study.sweep import sweep
     from windlass.telemetry.trackers import track
     from windlass.training.api import train
     from windlass.training.callbacks import Callback, Suite
@@ -48,7 +48,7 @@ _NAMES = {
     "reports.write": "Report report",
     "run": "Run",
     "study.ladder": "ladder",
-    "study.sweep": "sweep",
+    "study.runner": "sweep",
     "study.scale": "scale",
     "study.study": "Study",
     "telemetry.trackers": "track",

@@ -7,9 +7,8 @@ from harness import recipe as make_recipe
 from harness import run_ranks
 from meters import sent_in_a_step
 
-from windlass.estimate.collectives import work_of
-from windlass.estimate.layout import layout_of
-from windlass.estimate.rank import ranks_of
+from windlass.estimate.rank import layout_of, ranks_of
+from windlass.estimate.step import work_of
 from windlass.recipe import Recipe, dotted
 
 VOCAB = 64

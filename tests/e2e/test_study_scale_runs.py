@@ -8,24 +8,19 @@ from helpers import TINY, kill_when, overrides, windlass
 from windlass import Study
 from windlass.fileio import read_json
 from windlass.run import Run
-from windlass.study.efficiency import read_setups
+from windlass.study.setups import read_setups
 
 pytestmark = pytest.mark.dist
-
-
-def small_cells(corpus, tmp_path, **settings):
-    """The overrides of quickstart for cells of a second or two; settings as `train__steps=60`."""
-    shared = {**TINY, "data.source": str(corpus), "data.dir": str(tmp_path / "data")}
-    more = {key.replace("__", "."): value for key, value in settings.items()}
-    return overrides(shared | {"parallel.device": "cpu"} | more)
 
 
 @pytest.fixture
 def words(corpus, tmp_path):
     """The words of a scaling study over small trainings; the study is in `tmp_path / "study"`."""
 
-    def made(*more, **settings):
-        recipe = small_cells(corpus, tmp_path, **settings)
+    def made(*more, **settings):  # of cells of a second or two; settings as `train__steps=60`
+        shared = {**TINY, "data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+        shared |= {key.replace("__", "."): value for key, value in settings.items()}
+        recipe = overrides(shared | {"parallel.device": "cpu"})
         return ["scale", "quickstart", *recipe, "--dir", str(tmp_path / "study"), *more]
 
     return made

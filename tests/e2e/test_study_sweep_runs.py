@@ -51,5 +51,4 @@ def test_a_killed_sweep_resumes_and_leaves_finished_cells_alone(sweep, tmp_path)
     assert best.median == min(group.median for group in groups)
     # the command that trains the winner
     assert f"optim.lr={best.assignment['optim.lr']}" in again.stderr
-    rows = json.loads(again.stdout)
-    assert [row["best_loss"] for row in rows] == [own.best_loss for own in numbers]
+    assert [row["best_loss"] for row in json.loads(again.stdout)] == [n.best_loss for n in numbers]

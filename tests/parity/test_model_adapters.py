@@ -18,8 +18,8 @@ import tokenizer_fixtures
 from helpers import curve, refused
 from windlass import sample, train
 from windlass.errors import installed
-from windlass.estimate.layout import layout_of
 from windlass.estimate.memory import memory
+from windlass.estimate.rank import layout_of
 from windlass.evaluation.source import find_source, open_model
 from windlass.interop.export import export
 from windlass.interop.init_from import load_initial

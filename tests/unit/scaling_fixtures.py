@@ -1,10 +1,7 @@
-"""Scaling studies as `windlass scale` leaves them, made up without training: steps of times that a
-test chooses.
-"""
+"""Scaling studies as `windlass scale` leaves them, without training: a test chooses the times."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,8 @@ from report_fixtures import stamp
 
 from windlass.model.size import count
 from windlass.recipe import Recipe
-from windlass.study.grid import WORLD, Assignment, cells_of
-from windlass.study.probe import probe_dir
+from windlass.study.grid import WORLD, Assignment
+from windlass.study.setups import probe_dir
 from windlass.study.study import Scaling, Study
 
 SETTINGS = [
@@ -37,9 +34,7 @@ def write_run(
     peak_mb: float = 500.0,
     slow_start: float = 10.0,
 ) -> None:
-    """A run whose steps take `phases` (`step_ms`, `data_ms`, ...) but for the first five, which
-    take `slow_start` times that.
-    """
+    """A run whose steps take `phases`, but the first five `slow_start` times that."""
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(recipe.toml())
     placed = [{"rank": r, "host": f"node-{r * hosts // world}", "threads": 2} for r in range(world)]
@@ -47,8 +42,7 @@ def write_run(
     (path / "environment.json").write_text(json.dumps(environment))
     size = count(recipe.model, VOCAB).total
     batch, context = recipe.train.global_batch, recipe.model.context
-    seconds = {"startup": 3.0}
-    lines: list[dict[str, Any]] = []
+    seconds, lines = {"startup": 3.0}, list[dict[str, Any]]()
 
     def line(kind: str, step: int, **fields: Any) -> None:
         spent = {"time": stamp(sum(seconds.values())), "attempt": 0, "seconds": dict(seconds)}
@@ -61,11 +55,10 @@ def write_run(
     for step in (5, 10, 15, 20) if finished else (5,):
         own = {name: ms * (slow_start if step == 5 else 1) for name, ms in phases.items()}
         seconds["train"] = seconds.get("train", 0.0) + 5 * own["step_ms"] / 1e3
-        rate = batch / own["step_ms"] * 1e3
-        loss = 4 - step / 10
+        rate, loss = batch / own["step_ms"] * 1e3, 4 - step / 10
         counted = {"tokens": step * batch * context, "samples": step * batch}
-        speeds = {"samples_per_s": rate, "tokens_per_s": rate * context}
-        line("train", step, loss=loss, **counted, **speeds, **own)
+        counted |= {"samples_per_s": rate, "tokens_per_s": rate * context}
+        line("train", step, loss=loss, **counted, **own)
         if step == 5:
             line("event", step, event="first_step", startup_s=seconds["startup"])
     if finished:
@@ -93,29 +86,16 @@ def build_scaling(
     failed: Sequence[int] = (),
     **rest: Any,
 ) -> Study:
-    """A study whose cells take the times that `step` gives for what they set; by number some wait,
-    some failed.
-    """
+    """A study whose cells take the times of `step`; some wait or failed, by number."""
     base = Recipe.load("quickstart", [*SETTINGS, *settings])
-    base, listed = base.replace(**base.flat()), []
-    for cell in cells_of(base, list(cells)):
-        listed.append({"assignment": cell.assignment, "run": cell.directory, "key": cell.key})
-    path.mkdir(parents=True)
-    (path / "recipe.toml").write_text(base.toml())
-    stored = {"kind": "scaling", "cells": listed, "scaling": asdict(scaling)}
-    (path / "study.json").write_text(json.dumps(stored))
-    study = Study.open(path)
+    study = Study.create(base, list(cells), path, scaling=scaling)
     for number, cell in enumerate(study.cells):
         if number in waiting:
             continue
         world, phases = cell.world or cell.nodes, dict(step(cell.assignment))
-        options = {
-            "peak_mb": phases.pop("peak_mb", 500.0),
-            "finished": number not in failed,
-            **rest,
-        }
-        path_of_run = study.run_of(cell).path
-        write_run(path_of_run, cell.recipe, world, phases, hosts=cell.nodes, **options)
+        options = {"peak_mb": phases.pop("peak_mb", 500.0), "finished": number not in failed}
+        run = study.run_of(cell)
+        write_run(run.path, cell.recipe, world, phases, hosts=cell.nodes, **options, **rest)
         if number in failed:
             study.set_failure(cell, "exit code 1: out of memory")
         if probe and world > 1 and not probe_dir(study, cell).exists():

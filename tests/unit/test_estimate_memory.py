@@ -9,15 +9,12 @@ from itertools import accumulate
 import pytest
 import torch
 
-from windlass.estimate.advice import recommend
-from windlass.estimate.candidates import memory_rows
 from windlass.estimate.devices import USABLE, Device, find_device
 from windlass.estimate.inputs import PlanInputs
-from windlass.estimate.layout import Layout, Program
-from windlass.estimate.memory import memory
+from windlass.estimate.layouts import memory_rows, recommend
+from windlass.estimate.memory import GATHER_BYTES, STACK_NUMBERS, Tensors, memory
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import ranks_of
-from windlass.estimate.tensors import GATHER_BYTES, STACK_NUMBERS, Tensors
+from windlass.estimate.rank import Layout, Program, ranks_of
 from windlass.model import loss
 from windlass.model.gpt import GPT, initialise
 from windlass.model.quantised import use_float8
@@ -26,13 +23,8 @@ from windlass.optim import muon, shard
 from windlass.recipe import ModelSettings, Recipe
 
 BASE = {"layers": 2, "heads": 4, "width": 64, "context": 128}
-MODERN = {
-    "norm": "rmsnorm",
-    "position": "rope",
-    "qk_norm": True,
-    "activation": "relu2",
-    "attn_bias": False,
-}
+MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "activation": "relu2"}
+MODERN |= {"attn_bias": False}
 VOCAB, BATCH = 1000, 2
 
 
@@ -59,16 +51,14 @@ def saved_bytes(settings: ModelSettings, precision: str) -> int:
     return sum(sizes.values())
 
 
-def predicted_bytes(settings: ModelSettings, precision: str, checkpointing: str = "none") -> int:
-    how = {"precision": precision, "checkpointing": checkpointing, "micro_batch": BATCH}
-    step, layers = Tensors(*ranks_of(settings, VOCAB, Layout("single", **how))), settings.layers
+def predicted_bytes(settings: ModelSettings, precision: str, **how) -> int:
+    layout = Layout("single", precision=precision, micro_batch=BATCH, **how)
+    step, layers = Tensors(*ranks_of(settings, VOCAB, layout)), settings.layers
     return step.saved(layers) + layers * step.copies + step.root_saved() + step.logits()[1]
 
 
 def allocations(call) -> list[int]:
-    """The allocator's bytes in use after each allocation and release of a call, on top of those
-    before it.
-    """
+    """The allocator's bytes in use after each allocation and release of a call."""
     gc.collect()  # or what earlier tests left is freed, and counted, in the middle of it
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
@@ -83,12 +73,10 @@ def allocations(call) -> list[int]:
     "over",
     [
         {},
-        MODERN,
         {**MODERN, "kv_heads": 2},
         {"activation": "swiglu", "final_norm": False, "tie_head": False},
         {"activation": "relu", "kv_heads": 1, "position": "none"},
-        {"dropout": 0.1},
-        {"qk_norm": True},
+        {"dropout": 0.1, "qk_norm": True},
         {"logit_cap": 15.0},
         {"position": "rope", "norm": "rmsnorm", "ff_width": 100, "activation": "gelu_tanh"},
         {**MODERN, "dropout": 0.1, "kv_heads": 2},
@@ -115,17 +103,13 @@ def test_what_autograd_saves_with_a_stream_in_bf16(monkeypatch, over):
     begin = GPT.begin
     monkeypatch.setattr(GPT, "begin", lambda *how: (begin(*how)[0].bfloat16(), begin(*how)[1]))
     settings = ModelSettings(**{**BASE, **over})
-    low = {"precision": "bf16", "micro_batch": BATCH, "program": Program(stream=2)}
-    step, layers = Tensors(*ranks_of(settings, VOCAB, Layout("single", **low))), settings.layers
-    predicted = step.saved(layers) + layers * step.copies + step.root_saved() + step.logits()[1]
+    predicted = predicted_bytes(settings, "bf16", program=Program(stream=2))
     assert predicted == pytest.approx(saved_bytes(settings, "bf16"), rel=2e-3)
 
 
 @pytest.mark.parametrize("over", [{}, {"logit_cap": 15.0}])
 def test_the_peak_of_a_chunked_loss(over):
-    """All that the allocator gave out while the loss was computed in chunks, on top of weights and
-    hidden states.
-    """
+    """All that the allocator gave out, on top of weights and hidden states."""
     assert GATHER_BYTES == shard.GATHER_BYTES
     assert muon.AT_ONCE == STACK_NUMBERS
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
@@ -140,15 +124,13 @@ def test_the_peak_of_a_chunked_loss(over):
 
 
 GPT2 = Recipe.load("gpt2-124m")
-ROWS = 50304
+ROWS, SIZES = 50304, (1, 2, 4, 8, 16, 32, 64)
 BASE_LAYOUT = Layout("ddp", 8, precision="bf16", device="cuda", micro_batch=16, accumulation=4)
 LARGE = GPT2.model.model_copy(update={"layers": 36, "width": 1280, "heads": 20})
 
 
 def test_static_memory_by_hand():
-    """12 bytes a parameter at rest for AdamW in fp32 master weights, divided by the ranks that
-    shard them.
-    """
+    """12 bytes a parameter for AdamW, divided by the ranks that shard them."""
 
     def gpt2_memory(**layout):
         return memory(GPT2.model, ROWS, replace(Layout("single"), **layout))
@@ -168,64 +150,50 @@ def test_static_memory_by_hand():
     whole = memory(sizes, 1000, Layout("ddp", 4))
     assert (whole.parameters, whole.gradients, whole.optimizer) == (4e6, 4e5, 8e5)
     assert whole.activations == 0
-    zero1 = memory(sizes, 1000, Layout("shard_optim", 4, 4))
-    assert (zero1.parameters, zero1.gradients, zero1.optimizer) == (4e6, 4e5, 2e5)
+    assert memory(sizes, 1000, Layout("shard_optim", 4, 4)).optimizer == 2e5
     assert memory(sizes, 1000, Layout("full_shard", 4, 4)).total == whole.total / 4
-    assert memory(sizes, 1000, Layout("full_shard", 4, 4, offload=True)).total == 0
 
 
-@pytest.mark.parametrize("gigabytes", [1, 3, 6, 12, 80])
+@pytest.mark.parametrize("gigabytes", [1, 6, 80])
 def test_the_largest_micro_batch_is_the_largest(gigabytes):
     for row in memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9)):
-        largest = 0
-        for n in (1, 2, 4, 8, 16, 32, 64):
-            layout = replace(row.layout, micro_batch=n, accumulation=64 // n)
-            if memory(GPT2.model, ROWS, layout).total <= gigabytes * 1e9:
-                largest = n
-        assert row.largest_micro_batch == largest
+        tried = [replace(row.layout, micro_batch=n, accumulation=64 // n) for n in SIZES]
+        fit = [x for x in tried if memory(GPT2.model, ROWS, x).total <= gigabytes * 1e9]
+        assert row.largest_micro_batch == max((x.micro_batch for x in fit), default=0)
 
 
-def inputs(micro_batch=0, usable=70e9):
-    """GPT-2 on 8 ranks with `usable` bytes each."""
+def inputs(micro_batch=0):
     recipe = GPT2.replace({"train.micro_batch": micro_batch, "train.steps": 10})
-    return PlanInputs(recipe, 8, Device("", "cuda", int(usable / USABLE) + 1), "bf16")
+    return PlanInputs(recipe, 8, Device("", "cuda", int(70e9 / USABLE) + 1), "bf16")
 
 
 def test_what_is_recommended_fits_and_nothing_cheaper_does():
     rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(70e9))
     assert [row.layout for row in rows if row.chosen] == [BASE_LAYOUT]
-    assert recommend(rows, inputs())[0] == {
-        "parallel.strategy": "ddp",
-        "parallel.activation_checkpointing": "none",
-        "train.micro_batch": 64,
-    }
+    kept = {"parallel.strategy": "ddp", "parallel.activation_checkpointing": "none"}
+    assert recommend(rows, inputs())[0] == kept | {"train.micro_batch": 64}
     strategies = set()
     for gigabytes in (6, 10, 16, 30):
         rows = memory_rows(LARGE, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9))
         settings, _ = recommend(rows, inputs())
-        first = next(row for row in rows if row.largest_micro_batch)
-        assert settings["parallel.strategy"] == first.layout.strategy
-        assert settings.get("parallel.offload", False) == first.layout.offload
-        strategies.add((first.layout.strategy, first.layout.checkpointing))
+        first = next(row for row in rows if row.largest_micro_batch).layout
+        assert settings["parallel.strategy"] == first.strategy
+        assert settings.get("parallel.offload", False) == first.offload
+        strategies.add((first.strategy, first.checkpointing))
     assert len(strategies) > 2
     whole = replace(BASE_LAYOUT, micro_batch=64, accumulation=1)
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(20e9))
     settings, _ = recommend(rows, inputs(64))  # the recipe's own micro-batch stays
     assert settings["train.micro_batch"] == 64
     assert settings["parallel.activation_checkpointing"] != "none"
-    rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(0.1e9))
-    settings, advice = recommend(rows, inputs(usable=0.1e9))
-    assert settings == {} and all(word in advice for word in ("nothing fits", "device with more"))
 
 
 def test_tensor_ranks_divide_a_model_of_transformers():
     network = {"layers": 4, "width": 100, "vocab": 1000}
     sizes = CountedSizes(10**6, 10**6, 1000, network)
     for strategy, parts in (("ddp", 1), ("full_shard", 2)):
-        one, two = (
-            memory(sizes, 1000, Layout(strategy, 2 * t, parts, tensor=t, device="cuda"))
-            for t in (1, 2)
-        )
+        layouts = (Layout(strategy, 2 * t, parts, tensor=t, device="cuda") for t in (1, 2))
+        one, two = (memory(sizes, 1000, layout) for layout in layouts)
         assert two.parameters == one.parameters / 2 and two.optimizer == one.optimizer / 2
 
 

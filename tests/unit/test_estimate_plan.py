@@ -9,11 +9,10 @@ import pytest
 from estimate_fixtures import write_run
 
 import hf_fixtures
-from helpers import write_corpus
+from helpers import refused, write_corpus
 from windlass.data.loader import Loader
 from windlass.data.open import open_samples
 from windlass.data.prepare import prepare
-from windlass.errors import UserError
 from windlass.estimate import activations
 from windlass.estimate.calendar import (
     measures_all,
@@ -23,8 +22,7 @@ from windlass.estimate.calendar import (
 )
 from windlass.estimate.devices import GIB, find_device, peak_flops
 from windlass.estimate.inputs import PlanInputs
-from windlass.estimate.plan import assemble, plan
-from windlass.estimate.speed import Speed
+from windlass.estimate.plan import Speed, assemble, plan
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Horizon, Recipe, presets
 
@@ -56,19 +54,14 @@ def test_steps_for_every_way_they_are_written():
         (["model.vocab=0", "data.tokenizer=char"], "model.vocab"),
         (["model.kind=hf", "model.name=x", "data.tokenizer=hf:x"], "train.steps"),
     ]:
-        with pytest.raises(UserError) as error:
+        with refused(remedy):
             resolve_steps(C4.replace(*overrides))
-        assert remedy in str(error.value)
 
 
 PEAKS = {
     ("NVIDIA A100-SXM4-80GB", "bf16"): 312,
     ("NVIDIA H100 80GB HBM3", "bf16"): 989,
-    ("NVIDIA H100 PCIe", "bf16"): 756,
-    ("NVIDIA L4", "bf16"): 121,
-    ("Tesla V100-SXM2-32GB", "fp16"): 125,
     ("Tesla V100-PCIE-16GB", "fp16"): 112,
-    ("NVIDIA GeForce RTX 4090", "bf16"): 165.2,
     ("NVIDIA H800 SXM", "tf32"): 494,
     ("NVIDIA H100 NVL", "fp32"): 60,
     ("NVIDIA H800 PCIe", "bf16"): 756,
@@ -77,7 +70,6 @@ PEAKS = {
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"): None,
     ("Tesla V100-SXM2-32GB", "bf16"): None,
     ("NVIDIA A1000", "bf16"): None,
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None,
     ("NVIDIA H200", "fp64"): None,
 }
 
@@ -85,10 +77,7 @@ PEAKS = {
 def test_peaks_of_real_names():
     assert {key: (peak_flops(*key) or 0) / 1e12 or None for key in PEAKS} == PEAKS
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
-    memory = {"NVIDIA A100 80GB PCIe": 80, "NVIDIA H200": 141, "Tesla V100-PCIE-16GB": 16}
-    for name, gib in memory.items():
-        device = find_device(name)
-        assert device.name == name and device.memory_bytes == gib * GIB
+    assert find_device("NVIDIA A100 80GB PCIe").memory_bytes == 80 * GIB
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
@@ -96,8 +85,8 @@ def test_a_plan_of_every_preset(name):
     recipe, world = Recipe.load(name), 4
     if recipe.train.steps == "compute-optimal" and recipe.model.kind == "hf":
         recipe = recipe.replace({"train.steps": 100})  # the Hub's model, whose size is not known
-    device, context = find_device("A100-80GB"), recipe.model.context
-    inputs = PlanInputs(recipe, world, device, "bf16", 65, 10_000, context)
+    device = find_device("A100-80GB")
+    inputs = PlanInputs(recipe, world, device, "bf16", 65, 10_000, recipe.model.context)
     result = assemble(inputs, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))
     assert json.loads(json.dumps(result.as_dict()))["speed"]["basis"] == "measured"
     assert result.device_hours == pytest.approx(result.seconds * world / 3600)
@@ -119,6 +108,9 @@ def test_what_is_not_known_is_none_and_has_a_reason():
     assert chars.flops is chars.size.checkpoint_bytes is chars.speed is None and not chars.memory
     assert chars.steps == 100 and chars.milestones["checkpoint"]
     assert {"size", "time", "epochs"} <= set(chars.unknown) and "steps" not in chars.unknown
+    assert "windlass prepare" in chars.unknown["size"] and "char" in chars.unknown["size"]
+    time = plan(C4, device="cpu").unknown["time"]
+    assert "--from" in time and "--device" in time
     epochs = plan("quickstart", [f"data.source={text}", "train.steps=3 epochs"], device="A100-80GB")
     assert epochs.size.parameters == 820_480 and epochs.memory and epochs.checkpoints is None
     assert epochs.steps is epochs.seconds is None
@@ -146,7 +138,6 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     assert result.recommended["train.micro_batch"] == 1
     assert 0 < result.speed.tokens_per_s < 2 * 312e12 / (6 * n)
     assert "?" not in repr(result)
-    assert "at most 2, the sequences of a rank" in repr(result)  # it bounds the micro-batch
     # an operation that has no fake kernel
     monkeypatch.setattr(activations, "measure_peaks", lambda *_: 1 / 0)
     unknown = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
@@ -154,11 +145,9 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     assert "activations of this model are unknown" in repr(unknown)
     assert all(row.memory.activations == 0 for row in unknown.memory)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # and out of reach, the rest of the plan
-    own[0] = "model.name=nobody/nothing"
-    assert "steps" in plan("bloom-560m-squad", own, device="A100-40GB").unknown
-    result = plan("bloom-560m-squad", [own[0], "train.steps=10"], device="A100-40GB")
-    assert result.milestones and result.size.parameters is None
-    assert "nobody/nothing" in result.unknown["size"]
+    own = ["model.name=nobody/nothing", "train.steps=10"]
+    result = plan("bloom-560m-squad", own, device="A100-40GB")
+    assert result.milestones and "nobody/nothing" in result.unknown["size"]
 
 
 def test_a_plan_of_weights_in_4_bits_needs_no_package(tmp_path, monkeypatch):
@@ -172,32 +161,13 @@ def test_a_plan_of_weights_in_4_bits_needs_no_package(tmp_path, monkeypatch):
     weights, less = (result.memory[0].memory for result in (whole, small))
     assert less.parameters < weights.parameters and less.activations > 0
     recipe = Recipe.load("bloom-560m-squad", [*own, "model.lora.base=4bit"])
-    with pytest.raises(UserError, match="pip install bitsandbytes"):
+    with refused("pip install bitsandbytes"):
         recipe.check_packages()
 
 
-def test_a_plan_before_the_data_is_prepared_names_the_command_that_prepares_it():
-    result = plan("shakespeare-char", ["model.vocab=0"], device="A100-80GB")
-    assert "windlass prepare" in result.unknown["size"] + result.unknown["epochs"]
-    assert "char" in result.unknown["size"] and "windlass prepare RECIPE" in repr(result)
-    assert "device" not in result.unknown["time"]  # it is in the table
-    known = plan(C4, device="cpu")
-    assert "--from" in known.unknown["time"] and "--device" in known.unknown["time"]
-    assert "computed" in repr(known)
-
-
-SAID = {"user": "what is it?", "assistant": "it is so, always"}
-CHAT = {"messages": [{"role": role, "content": text} for role, text in SAID.items()]}
-
-
-@pytest.mark.parametrize("kind", ["text", "chat"])
-def test_after_preparing_everything_is_known(tmp_path, kind):
+def test_after_preparing_everything_is_known(tmp_path):
     write_corpus(tmp_path / "text", 4000)
-    (tmp_path / "chat.jsonl").write_text((json.dumps(CHAT) + "\n") * 12, encoding="utf-8")
-    own = ["train.steps=2 epochs", f"data.format={kind}"] + {
-        "text": ["data.source=text"],
-        "chat": ["data.source=chat.jsonl", "data.tokenizer=char"],
-    }[kind]
+    own = ["train.steps=2 epochs", "data.source=text", "data.tokenizer=char"]
     own += ["model.context=64", "train.global_batch=4", "train.micro_batch=4"]
     assert plan("quickstart", own, device="A100-80GB").steps is None
     prepare(Recipe.load("quickstart", own))
@@ -245,11 +215,9 @@ def test_all_validation_data_is_measured_at_end_if_that_is_tenth_of_work(at_end,
 
 def test_a_live_run_says_what_is_left(tmp_path):
     result = plan(write_run(tmp_path / "runs" / "live", until=40).path)
-    assert (result.done, result.steps) == (40, 100)
-    assert (result.device.kind, result.size.vocab) == ("cpu", 257)
+    assert (result.done, result.steps, result.size.vocab) == (40, 100, 257)
     assert result.seconds == pytest.approx(6.0 + 3 * 2.0), "evaluations at 50, 75, 100"
-    assert result.speed.basis == "measured"
-    assert result.milestones["evaluation"] == 3
+    assert (result.speed.basis, result.milestones["evaluation"]) == ("measured", 3)
 
 
 def test_an_unknown_device_and_runs_by_their_paths(call, tmp_path):
@@ -272,7 +240,6 @@ def test_bad_input_is_one_message(call):
         ("c4-30m --device A100", "A100-80GB"),
         ("c4-30m --world 3", "train.global_batch"),
         ("quickstart optim.schedule.warmup=9000", "schedule.warmup"),
-        ("quickstart optim.schedule.warmup=0.6 optim.schedule.decay=0.6", "schedule.decay"),
         ("quickstart optim.schedule.steps=50 optim.schedule.warmup=60", "50 steps"),
         ("quickstart --from nowhere", "nowhere"),
         ("--device cpu", "RECIPE"),

@@ -7,59 +7,38 @@ from estimate_fixtures import write_run
 
 from helpers import refused
 from windlass.estimate.calendar import milestones, most_checkpoints, occurrences
-from windlass.estimate.candidates import Machine
 from windlass.estimate.devices import find_device
 from windlass.estimate.inputs import PlanInputs
-from windlass.estimate.layout import compiles, layout_of
-from windlass.estimate.plan import plan
-from windlass.estimate.speed import measured_speed, past_speed, predicted_speed
+from windlass.estimate.plan import measured_speed, past_speed, plan, predicted_speed
+from windlass.estimate.rank import compiles, layout_of
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
 
 
 @pytest.mark.parametrize("every", [0, 7, 250, 0.34, 1.0, "1 epoch", "2.5 epochs", "0.01 epochs"])
-@pytest.mark.parametrize(
-    "sizes", [(100, 333, 10), (97, 12, 5), (50, 3, 16), (10, 160, 16), (1, 1, 1)]
-)
+@pytest.mark.parametrize("sizes", [(100, 333, 10), (97, 12, 5), (50, 3, 16), (1, 1, 1)])
 def test_occurrences_are_where_they_are_due(every, sizes):
     horizon = Horizon(*sizes)
     assert occurrences(horizon, every) == [s for s in range(sizes[0] + 1) if horizon.due(every, s)]
 
 
-def recipe(**overrides):
-    return Recipe().replace(**{"train.steps": 100, "train.global_batch": 4, **overrides})
-
-
 def test_milestones_by_hand():
-    r = recipe(**{"eval.every": 0.4, "checkpoint.every": 60})
-    assert [(m.step, m.what) for m in milestones(r, Horizon(100, 130, 4))] == [
-        (0, "evaluation"),
-        (40, "evaluation"),
-        (60, "checkpoint"),
-        (80, "evaluation"),
-        (100, "evaluation"),
-        (100, "checkpoint"),
-    ]
-
-
-def test_the_most_checkpoints():
-    r = recipe(**{"checkpoint.every": 10, "checkpoint.keep_last": 3})
+    r = Recipe().replace({"train.global_batch": 4, "eval.every": 0.4, "checkpoint.every": 60})
+    saves, rest = [], []
+    for one in milestones(r, Horizon(100, 130, 4)):
+        (saves if one.what == "checkpoint" else rest).append(one.step)
+    assert (saves, rest) == ([60, 100], [0, 40, 80, 100])
+    r = r.replace({"checkpoint.every": 10, "checkpoint.keep_last": 3})
     # three, the best, and one while it is written
     assert most_checkpoints(r, Horizon(100, 0, 4)) == 5
 
 
-START = {"kind": "event", "event": "started", "step": 0, "attempt": 0, "world": 2}
-START["device"] = "some GPU"
+START = {"kind": "event", "event": "started", "step": 0, "world": 2, "device": "some GPU"}
 
 
 def train(step, step_ms, attempt=0, **more):
     speed = {"step_ms": step_ms, "tokens_per_s": 1e6 / step_ms}
     return {"kind": "train", "step": step, "attempt": attempt, **speed, **more}
-
-
-def evaluation(step, seconds, **more):
-    line = {"kind": "eval", "step": step, "suite": "loss", "runtime_s": seconds, "attempt": 0}
-    return line | more
 
 
 def test_a_measured_speed_leaves_out_the_start_outliers_and_earlier_starts():
@@ -77,11 +56,9 @@ def test_a_measured_speed_leaves_out_the_start_outliers_and_earlier_starts():
 
 
 def test_costs_of_evaluations_and_saves():
-    saves = [
-        {"kind": "event", "event": "checkpoint", "step": step, "attempt": 0} for step in (10, 20)
-    ]
-    lines = [evaluation(0, 40.0), train(10, 100), evaluation(10, 6.0)]
-    lines += [evaluation(10, 10.0, suite="hellaswag"), *saves]
+    evals = ((0, "loss", 40.0), (10, "loss", 6.0), (10, "hellaswag", 10.0))
+    lines = [{"kind": "eval", "step": n, "suite": s, "runtime_s": t} for n, s, t in evals]
+    lines += [train(10, 100), *({"kind": "event", "event": "checkpoint", "step": 10},) * 2]
     lines.append(train(20, 100, seconds={"train": 2.0, "save": 0.5}))
     assert measured_speed([START, *lines], "x").costs == {"evaluation": 16.0, "checkpoint": 0.25}
 
@@ -108,9 +85,7 @@ def test_predicted_speed():
     full = PlanInputs(r, 8, device, "bf16", 50257, 1000, 1024.0)
 
     def speed(**changes):
-        inputs = replace(full, **changes)
-        machine = Machine(inputs.device, inputs.world, inputs.precision)
-        return predicted_speed(inputs, machine)
+        return predicted_speed(replace(full, **changes))
 
     one, _ = speed()
     assert one.basis == "predicted" and "149 published runs on A100" in one.detail
@@ -124,9 +99,8 @@ def test_predicted_speed():
     assert full_shard.tokens_per_s < one.tokens_per_s
     cpu, why = speed(device=find_device("cpu"))
     assert cpu is None and "CPU" in why and "--from" in why
-    on, off = (
-        speed(recipe=r.replace({"train.tf32": tf32}), precision="fp32")[0] for tf32 in (True, False)
-    )
+    recipes = (r.replace({"train.tf32": tf32}) for tf32 in (True, False))
+    on, off = (speed(recipe=recipe, precision="fp32")[0] for recipe in recipes)
     assert 3 < on.tokens_per_s / off.tokens_per_s < 8  # peaks of 156 and 19.5 TFLOP/s
     l4, _ = speed(device=find_device("L4"))
     assert l4.range is None and "error is unknown" in l4.detail

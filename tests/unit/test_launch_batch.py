@@ -17,7 +17,7 @@ import pytest
 
 from helpers import programs, refused, wait_for, windlass, write_ledger
 from windlass.errors import RunFailed
-from windlass.estimate.layout import checkpoint_bytes
+from windlass.estimate.rank import checkpoint_bytes
 from windlass.fileio import read_json
 from windlass.launch.batch import cancel, queued, render
 from windlass.launch.job import INDEX, Job, Site, job_grace, report_saved
@@ -363,7 +363,7 @@ def test_the_memory_of_a_host(tmp_path, monkeypatch):
     """A base for each rank, and twice the host's part of a checkpoint; on a CPU what trains as
     well. A site may say it.
     """
-    from windlass.estimate.memory import host_memory_gb
+    from windlass.estimate.inputs import host_memory_gb
 
     recipe = Recipe.load("c4-30m", ["model.vocab=50304"])
     disk = checkpoint_bytes(recipe, 50304) / 1e9

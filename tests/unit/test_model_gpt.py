@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_fixtures
-from windlass.estimate.layout import checkpoint_bytes
+from windlass.estimate.rank import checkpoint_bytes
 from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import GPT, RotaryEmbedding, generator, initialise
 from windlass.model.size import (

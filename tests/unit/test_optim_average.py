@@ -106,8 +106,8 @@ def test_settings_that_cannot_work_are_refused(settings, words):
 
 def test_the_plan_counts_the_average():
     from windlass.estimate.inputs import read_inputs
-    from windlass.estimate.layout import layout_of
     from windlass.estimate.memory import memory
+    from windlass.estimate.rank import layout_of
     from windlass.model.size import count
 
     plain = Recipe().replace({"model.vocab": 257})

@@ -11,7 +11,7 @@ from torch import nn
 from helpers import curve, refused, tiny_recipe, write_corpus
 from windlass import load_model, train
 from windlass.checkpoint.format import open_checkpoint
-from windlass.estimate import tensors as planned
+from windlass.estimate import memory as planned
 from windlass.model.sharding import Cut, Peers, with_cut
 from windlass.optim import adamw, muon
 from windlass.optim.adamw import BF16_DROPPED, FP8_DROPPED, places, random_bits, rounded

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import command, windlass
-from windlass.estimate.collectives import Collective
+from windlass.estimate.step import Collective
 from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import Ranks
 from windlass.preflight import check as preflight

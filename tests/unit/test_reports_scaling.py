@@ -10,8 +10,8 @@ from scaling_fixtures import build_scaling, phases, worlds
 from windlass.reports.plots import draw
 from windlass.reports.scaling import recommended, scaling_charts, setup_table, terminal
 from windlass.reports.write import report
-from windlass.study.efficiency import read_setups
 from windlass.study.grid import WORLD
+from windlass.study.setups import read_setups
 from windlass.study.study import Scaling
 from windlass.telemetry.measures import SETUP
 

@@ -11,10 +11,8 @@ from windlass.study.grid import NODES, WORLD, Axis, Cell, cells_of, expand, pars
 @pytest.mark.parametrize(
     ("text", "keys", "values"),
     [
-        ("optim.lr=1e-2,1e-3,1e-4", ("optim.lr",), [(0.01,), (0.001,), (0.0001,)]),
         ("optim.lr=1e-4:1e-2:log:3", ("optim.lr",), [(1e-4,), (1e-3,), (1e-2,)]),
         ("model.width=128:512:lin:4", ("model.width",), [(128,), (256,), (384,), (512,)]),
-        ("optim.schedule.kind=wsd,cosine", ("optim.schedule.kind",), [("wsd",), ("cosine",)]),
         ("optim.betas=[0.9,0.95],[0.9,0.99]", ("optim.betas",), [([0.9, 0.95],), ([0.9, 0.99],)]),
         ("a.x+b.y=1+2,1e+3+4", ("a.x", "b.y"), [(1, 2), (1000.0, 4)]),
         ("model.qk_norm=true,false", ("model.qk_norm",), [(True,), (False,)]),
@@ -29,9 +27,7 @@ def test_what_can_be_typed(text, keys, values):
     ("text", "remedy"),
     [
         ("optim.lr", "KEY=A,B,C"),
-        ("=1,2", "KEY=A,B,C"),
         ("optim.lr=1,,2", "optim.lr"),
-        ("a+b=1,2+3", "a+b"),
         ("optim.lr=0:1:log:3", "above 0"),
         ("optim.lr=1:2:lin:1", "at least 2"),
         ("optim.lr=x:2:lin:3", "LOW:HIGH:log:N"),
@@ -50,11 +46,9 @@ def test_axes_are_crossed_and_the_last_changes_fastest():
     cells = grid("optim.lr=1e-2,1e-3", "run.seed=1,2")
     assert [c.label for c in cells] == [f"lr={lr} seed={n}" for lr in (0.01, 0.001) for n in (1, 2)]
     assert cells[2].recipe == Recipe.load("quickstart", cells[2].overrides)
-    assert cells[2].recipe.optim.lr == 1e-3
-    assert len({c.recipe.config_hash for c in cells}) == 4
-    assert cells[0].key == cells[0].recipe.config_hash
+    assert cells[2].recipe.optim.lr == 1e-3 and cells[0].world is None
+    assert len({c.key for c in cells}) == 4 and cells[0].key == cells[0].recipe.config_hash
     assert cells[0].directory == f"runs/lr=0.01-seed=1-{cells[0].key[:8]}"
-    assert cells[0].world is None
 
 
 @pytest.mark.parametrize(
@@ -83,10 +77,8 @@ def test_settings_outside_the_config_hash_tell_cells_apart():
 def test_hosts_are_no_settings_of_a_cell():
     base = Recipe.load("quickstart")
     one, other = cells_of(base, [{WORLD: 4, NODES: 1}, {WORLD: 4, NODES: 2}])
-    assert one.recipe == other.recipe and other.overrides == []
-    assert (other.nodes, other.label) == (2, "world=4 nodes=2")
-    assert one.key != other.key
-    assert one.key == Cell.of(base, {WORLD: 4}).key, "so that a study can grow"
+    assert one.recipe == other.recipe and other.overrides == [] and other.nodes == 2
+    assert other.key != one.key == Cell.of(base, {WORLD: 4}).key, "so that a study can grow"
 
 
 @pytest.mark.parametrize(
@@ -114,14 +106,13 @@ def test_axes_as_python_has_them():
         "optim.betas": [(0.9, 0.95)],
         "model.layers": [np.int64(2)],
     }
-    assert read_axes(axes) == [
-        Axis(("data.source",), (("a,b.txt",), ("it's [1].txt",))),
-        Axis(("optim.lr",), ((0.001,), (0.01,))),
-        Axis(("run.seed",), ((0,), (1,))),
-        Axis(("optim.betas",), (([0.9, 0.95],),)),
-        Axis(("model.layers",), ((2,),)),
-    ]
-    assert read_axes("optim.lr=1,2") == read_axes(["optim.lr=1,2"])
+    assert {axis.keys[0]: [value for (value,) in axis.values] for axis in read_axes(axes)} == {
+        "data.source": ["a,b.txt", "it's [1].txt"],
+        "optim.lr": [0.001, 0.01],
+        "run.seed": [0, 1],
+        "optim.betas": [[0.9, 0.95]],
+        "model.layers": [2],
+    }
     assert all(type(row[0]) in (float, int) for axis in read_axes(axes)[1:3] for row in axis.values)
     for axes in ({"optim.lr": 0.1}, {"optim.lr": []}, {"optim.lr": "1,2"}):
         with refused(*axes, "list"):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from windlass.study.numbers import RunNumbers
+from windlass.study.results import RunNumbers
 from windlass.telemetry.summary import Scores, scores_by_step
 
 NAN, INF = float("nan"), float("inf")

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import hf_fixtures
-from windlass.estimate.candidates import layout_on, memory_rows
 from windlass.estimate.devices import Device
+from windlass.estimate.inputs import layout_on
+from windlass.estimate.layouts import memory_rows
 from windlass.estimate.memory import memory
 from windlass.model.build import read_sizes
 from windlass.parallel.env import DistEnv

@@ -51,7 +51,7 @@ def ladder(
     from windlass.run import Run
     from windlass.study import ladder as ladders
     from windlass.study.progress import Progress
-    from windlass.study.sweep import sweep
+    from windlass.study.runner import sweep
 
     if sum(map(bool, (flops, hours, money))) > 1:
         raise UserError("give one budget: --flops, --hours or --money")

@@ -87,7 +87,7 @@ def scale(
 
 def _show(study: Study, progress: Progress, json_: bool) -> None:
     from windlass.reports.scaling import terminal
-    from windlass.study.efficiency import read_setups
+    from windlass.study.setups import read_setups
 
     table = read_setups(study)
     console = progress.console

@@ -60,7 +60,7 @@ def sweep(
 
     Example: `windlass sweep quickstart optim.lr=1e-3,3e-3 --set train.steps=200`
     """
-    from windlass.study import sweep as studies
+    from windlass.study import runner as studies
     from windlass.study.progress import Progress
 
     progress = Progress(sys.stderr if json_ else sys.stdout)  # with --json stdout has JSON alone

@@ -53,7 +53,7 @@ def measure_peaks(
 
     unpacked = mock.patch.object(Linear4bit, "matrix", matrix)
     chunk = mock.patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES[device])
-    low, on_cuda = LOW.get(precision), device == "cuda"
+    low = LOW.get(precision)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, unpacked, chunk:
         new: dict[nn.Parameter, nn.Parameter] = {}  # on the CPU; ties stay
         for module in model.modules():
@@ -63,29 +63,24 @@ def measure_peaks(
                         fake = FakeTensor(mode, old.data, torch.device("cpu"))
                         new[old] = nn.Parameter(fake, old.requires_grad)
                     module._parameters[name] = new[old]
-        sizes = sorted({1, max(2, micro_batch)}) if several else [micro_batch]
-        return tuple(_peaks(model, n, recipe.model.context, low, on_cuda) for n in sizes)
-
-
-def _peaks(
-    model: Any, micro_batch: int, context: int, low: torch.dtype | None, on_cuda: bool
-) -> tuple[int, int, int]:
-    """Micro-batch, and the most bytes without and with the gradients of the weights."""
-    with Meter(model) as meter, Attention(), Raised(on_cuda):
-        tokens = torch.zeros(micro_batch, context, dtype=torch.int64)
-        with torch.autocast("cpu", dtype=low, enabled=low is not None):
-            loss = model(tokens, tokens)
-        loss.backward()
-        del loss
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    gradients = {meter.live[grad.untyped_storage()._cdata][0] for grad in grads}
-    without = together = most_without = most = 0
-    for number, size in meter.events:
-        without += 0 if number in gradients else size
-        together += size
-        most_without, most = max(most_without, without), max(most, together)
-    model.zero_grad()
-    return micro_batch, most_without, most
+        peaks = []  # of a micro-batch the most bytes without and with the gradients of the weights
+        for size in sorted({1, max(2, micro_batch)}) if several else [micro_batch]:
+            with Meter(model) as meter, Attention(), Raised(device == "cuda"):
+                tokens = torch.zeros(size, recipe.model.context, dtype=torch.int64)
+                with torch.autocast("cpu", dtype=low, enabled=low is not None):
+                    loss = model(tokens, tokens)
+                loss.backward()
+                del loss
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            gradients = {meter.live[grad.untyped_storage()._cdata][0] for grad in grads}
+            without = together = most_without = most = 0
+            for number, change in meter.events:
+                without += 0 if number in gradients else change
+                together += change
+                most_without, most = max(most_without, without), max(most, together)
+            model.zero_grad()
+            peaks.append((size, most_without, most))
+        return tuple(peaks)
 
 
 class Meter(TorchDispatchMode):
@@ -148,12 +143,12 @@ class Raised(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+
+        def raised(value: Any) -> Any:
+            low = isinstance(value, torch.Tensor) and value.dtype in LOW.values()
+            return value.float() if low else value
+
         if func.__name__ in self.names and torch.is_autocast_enabled("cpu"):
-            args = [_raise(value) for value in args]
-            kwargs = {name: _raise(value) for name, value in kwargs.items()}
+            args = [raised(value) for value in args]
+            kwargs = {name: raised(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
-
-
-def _raise(value: Any) -> Any:
-    low = isinstance(value, torch.Tensor) and value.dtype in LOW.values()
-    return value.float() if low else value

@@ -8,16 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from windlass.errors import UserError
 from windlass.model.size import count
-from windlass.recipe import Duration, Horizon
+from windlass.recipe import Duration, Horizon, Recipe
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.recipe.units import epochs_in
-
-if TYPE_CHECKING:
-    from windlass.recipe import Recipe
 
 EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
 AT_END = 0.1  # largest share of a run's work for a last evaluation of all validation data
@@ -97,8 +94,8 @@ def measures_all(recipe: Recipe, horizon: Horizon, val_samples: int) -> bool:
     """Whether a run's last evaluation uses all validation data (`eval.at_end`)."""
     # In training steps; a forward pass is a third of one.
     work = -(-val_samples // horizon.samples_per_step) / 3
-    is_cheap = work <= AT_END * (work + horizon.steps)
-    return recipe.eval.at_end == "all" or (recipe.eval.at_end == "auto" and is_cheap)
+    at_end, is_cheap = recipe.eval.at_end, work <= AT_END * (work + horizon.steps)
+    return at_end == "all" or (at_end == "auto" and is_cheap)
 
 
 def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[Milestone]:
@@ -120,7 +117,7 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     train = min(recipe.eval.train_batches * horizon.samples_per_step, horizon.samples_per_epoch)
     whole = limit and loss_alone and measures_all(recipe, horizon, val_samples)
     size = {(EVALUATION, steps): max(1.0, (val_samples + train) / (limit + train))} if whole else {}
-    pairs = [(what, step) for what, places in at.items() for step in sorted(places)]
+    pairs = [(what, step) for what, places in at.items() for step in places]
     every = [Milestone(*pair, size.get(pair, 1.0)) for pair in pairs]
     return sorted(every, key=lambda m: m.step)
 

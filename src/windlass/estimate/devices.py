@@ -14,6 +14,7 @@ from windlass.errors import UserError, argument
 from windlass.processes import nvml_handle, visible_gpus
 
 GIB = 2**30
+NO_PEAK = "a CPU has no published peak"
 USABLE = 0.9
 """The part of a device's memory that a plan fills.
 
@@ -105,8 +106,7 @@ def this_device(ranks: int = 1, memory_bytes: int | None = None, cpu: bool = Fal
             return replace(listed.get(name, Device(name, "cuda", 0)), memory_bytes=memory_bytes)
     import psutil
 
-    memory_bytes = memory_bytes or psutil.virtual_memory().total // ranks
-    return Device("CPU", "cpu", memory_bytes, LOOPBACK, HOST_MEMORY)
+    return find_device("cpu", memory_bytes or psutil.virtual_memory().total // ranks)
 
 
 def _plain(name: str) -> str:

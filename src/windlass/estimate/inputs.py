@@ -5,19 +5,34 @@ Torch only counts the parameters of a Hugging Face model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windlass.errors import UserError, argument, first_line
-from windlass.estimate.calendar import recipe_vocab, resolve_steps
-from windlass.estimate.candidates import layout_on
-from windlass.estimate.devices import Device, find_device, peak_flops, table, this_device
-from windlass.estimate.layout import Layout, checkpoint_bytes
+from windlass.estimate.calendar import recipe_vocab
+from windlass.estimate.devices import (
+    CAREFUL,
+    USABLE,
+    Device,
+    find_device,
+    peak_flops,
+    table,
+    this_device,
+)
+from windlass.estimate.memory import Network, memory
+from windlass.estimate.rank import Layout, checkpoint_bytes, layout_of
+from windlass.estimate.step import Links, Speeds, published_speeds
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.run import Line, Run, last_start
+
+PER_HOST = 8  # assumed GPUs of a host
+NETWORK = 25e9  # assumed bytes a second between hosts for each GPU: an adapter of 200 Gbit/s
+GPU_RANK_GB, CPU_RANK_GB = 8, 3  # Python, torch, the driver's maps, token shards, and a margin
+LARGE_VOCAB = 2**18  # assumed if the embedding's rows depend on data that are not prepared
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,7 @@ class PlanInputs:
     counted: CountedSizes | None = None
     hf_reason: str = ""  # why the count failed
     activations_reason: str = ""  # why the activations could not be measured
+    per_host: int = 0  # ranks; 0: PER_HOST GPUs, or all ranks on a CPU
 
     @property
     def size(self) -> Size:
@@ -71,15 +87,9 @@ class PlanInputs:
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
         if not vocab:
             return Size(non_embedding=count(model, 0).non_embedding)
-        sizes = count(model, vocab)
-        return Size(
-            vocab,
-            sizes.total,
-            sizes.total,
-            sizes.non_embedding,
-            flops_per_token(model, vocab),
-            checkpoint_bytes(recipe, vocab),
-        )
+        sizes, flops = count(model, vocab), flops_per_token(model, vocab)
+        on_disk = checkpoint_bytes(recipe, vocab)
+        return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, flops, on_disk)
 
     @property
     def layout(self) -> Layout:
@@ -89,22 +99,27 @@ class PlanInputs:
         of_hf = self.counted if recipe.model.kind == "hf" else None
         return layout_on(recipe, vocab, self.world, self.device, self.precision, counted=of_hf)
 
-    def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
-        """The sources of a mixture over the run, if known."""
-        if not self.mixture or isinstance(self.mixture, list):
-            return self.mixture or []
-        from windlass.data.mixture import Mixture, shares_of_run, stages_of
+    @property
+    def ranks_of_host(self) -> int:
+        """Ranks of each of several hosts; 0 if there is one host."""
+        per_host = self.per_host or (PER_HOST if self.device.kind == "cuda" else self.world)
+        return per_host if per_host < self.world else 0
 
-        horizon = self.recipe.horizon(steps, self.samples_per_epoch)
-        stages = stages_of(self.recipe.data, horizon)
-        mixture = Mixture(self.mixture, stages, self.recipe.run.seed)
-        return shares_of_run(mixture, horizon)
+    @property
+    def speeds(self) -> Speeds | None:
+        """The speeds of a rank, by the device's data sheet and the published rates of links.
 
-    def resolve_steps(self) -> int:
-        if self.steps is not None:
-            return self.steps
-        size, known = self.size, (self.tokens_per_sample, self.samples_per_epoch)
-        return resolve_steps(self.recipe, size.vocab, *known, size.parameters)
+        None if the device's peak is unknown.
+        """
+        highest = peak_flops(self.device.name, self.precision, self.recipe.train.tf32)
+        peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else highest
+        if not highest or not peak:
+            return None
+        links = Links(self.device.link, NETWORK, self.ranks_of_host)
+        speeds = published_speeds(self.device, peak, links)
+        if self.precision == "float8":  # head and attention are in bf16
+            return replace(speeds, float8=speeds.products * highest / peak)
+        return speeds
 
 
 def read_inputs(
@@ -115,6 +130,7 @@ def read_inputs(
     device: str = "",
     memory_bytes: int | None = None,
     activations: bool = False,
+    per_host: int = 0,
 ) -> PlanInputs:
     """The inputs of a plan. Arguments as `plan`; `run`: has begun, and its ledger has the data's
     sizes; `activations`: measure the activations of a Hugging Face model."""
@@ -125,8 +141,8 @@ def read_inputs(
     if name and name.lower() != "cpu":
         target = find_device(name, memory_bytes)
         if device and not target.memory_bytes:
-            memory = argument("memory_bytes", "GB*1e9")
-            advice = f"add its memory ({memory}), or write cpu, {', '.join(table())}"
+            size = argument("memory_bytes", "GB*1e9")
+            advice = f"add its memory ({size}), or write cpu, {', '.join(table())}"
             raise UserError(f"{argument('device', device)} is not in the table; {advice}")
     else:
         target = this_device(ranks, memory_bytes, cpu=bool(name) or recipe.parallel.device == "cpu")
@@ -140,24 +156,16 @@ def read_inputs(
         precision = "fp16" if fp16 is not None and bf16 is None else "bf16"
         if target.kind == "cpu":
             precision = "fp32"
-    inputs = PlanInputs(recipe, ranks, target, precision)
+    inputs = PlanInputs(recipe, ranks, target, precision, per_host=per_host)
     if run is None:
-        return with_sizes(with_prepared_data(inputs), activations)
-    inputs = with_ledger(inputs, run.lines("train"), started)
-    if not device and not world:
-        inputs = replace(inputs, micro_batch=int(started.get("micro_batch", 0)))
-    return with_sizes(inputs, activations)
-
-
-def with_ledger(inputs: PlanInputs, train: Sequence[Line], started: Line) -> PlanInputs:
-    """The inputs with sizes of the data and steps, from `train` lines and the last start of a run."""
-    data = started.get("data", {})
+        return with_sizes(_with_prepared_data(inputs), activations)
+    train, data = run.lines("train"), started.get("data", {})
     last: Line = train[-1] if train else {}
     counted = last.get("samples") and last.get("tokens")
     per_sample = last["tokens"] / last["samples"] if counted else None
     padded = [x for x in train if x.get("padded_tokens_per_s") and x.get("tokens_per_s")]
     growth = sum(x["padded_tokens_per_s"] / x["tokens_per_s"] for x in padded) / max(1, len(padded))
-    return replace(
+    inputs = replace(
         inputs,
         vocab=data.get("vocab"),
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
@@ -167,10 +175,12 @@ def with_ledger(inputs: PlanInputs, train: Sequence[Line], started: Line) -> Pla
         steps=int(started["steps"]),
         val_samples=data.get("val", {}).get("samples", 0),
         mixture=data.get("mixture"),
+        micro_batch=0 if device or world else int(started.get("micro_batch", 0)),
     )
+    return with_sizes(inputs, activations)
 
 
-def with_prepared_data(inputs: PlanInputs) -> PlanInputs:
+def _with_prepared_data(inputs: PlanInputs) -> PlanInputs:
     """The inputs with sizes of the prepared data, or with the reason why they are unknown."""
     from windlass.data.batch import real_tokens
     from windlass.data.open import open_samples
@@ -204,7 +214,7 @@ def with_sizes(inputs: PlanInputs, activations: bool = False, several: bool = Tr
     """The inputs with counted parameters, for a Hugging Face model or `model.freeze`.
 
     With `activations` also with the peaks of a step, by passes with fake tensors (seconds), which
-    give the peak of any micro-batch (`several`) or of the recipe's alone.
+    give the peak of any micro-batch (`several`) or only of the recipe's.
     """
     recipe, model = inputs.recipe, inputs.recipe.model
     vocab = 0
@@ -236,3 +246,66 @@ def with_sizes(inputs: PlanInputs, activations: bool = False, several: bool = Tr
         reason = f"{type(error).__name__}: {first_line(error)}"
         return replace(inputs, counted=counted, activations_reason=reason)
     return replace(inputs, counted=replace(counted, peaks=peaks))
+
+
+def with_micro_batch(
+    model: Network, vocab: int, layout: Layout, optimizer: str, usable: int
+) -> Layout | None:
+    """The layout with the largest micro-batch that fits; None if none does."""
+    samples = layout.micro_batch * layout.accumulation  # of the largest step
+    share = layout.share or samples
+    for size in range(share // layout.pipeline, 0, -1):  # each stage needs a micro-batch
+        if share % size == 0:
+            tried = replace(layout, micro_batch=size, accumulation=samples // size)
+            if memory(model, vocab, tried, optimizer).total <= usable:
+                return tried
+    return None
+
+
+def layout_on(
+    recipe: Recipe,
+    vocab: int,
+    world: int,
+    device: Device,
+    precision: str,
+    usable: int | None = None,
+    counted: CountedSizes | None = None,
+) -> Layout:
+    """The layout of a recipe on ranks of a device with `usable` bytes each (default: the plan's).
+
+    On CUDA a micro-batch that the recipe leaves open is the largest that fits. It is the one by
+    tokens if the memory, the vocabulary or the activations (`counted`, of a model of
+    `transformers`) are unknown, or if nothing fits.
+    """
+    layout = layout_of(recipe, world, device.kind, precision)
+    layout = replace(layout, workspace=device.workspace_bytes)
+    usable = device.usable_bytes if usable is None else usable
+    is_open = device.kind == "cuda" and not recipe.train.micro_batch
+    model: Network | None = recipe.model if recipe.model.kind == "gpt" else counted
+    has_peaks = not isinstance(model, CountedSizes) or model.peaks
+    if not is_open or usable is None or model is None or not vocab or not has_peaks:
+        return layout
+    if world > 1 or layout.policy.shards_parameters:
+        usable = int(usable * CAREFUL / USABLE)
+    return with_micro_batch(model, vocab, layout, recipe.optim.kind, usable) or layout
+
+
+def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> int:
+    """The host memory in GB that `per_host` of `world` ranks need; 0: the model is unreadable here.
+
+    It is a base for each rank, the plan's host memory (all of the training on a CPU, the offloaded
+    part on a GPU), and twice the host's part of a checkpoint, for the copy of a save and for
+    loading.
+    """
+    vocab = recipe_vocab(recipe) or LARGE_VOCAB
+    inputs = PlanInputs(recipe, world, Device("", "cpu" if on_cpu else "cuda", None), "", vocab)
+    if recipe.model.kind == "hf":
+        inputs = with_sizes(inputs)
+    if (on_disk := inputs.size.checkpoint_bytes) is None:
+        return 0
+    layout = layout_of(recipe, world, inputs.device.kind)
+    peak = memory(inputs.counted or recipe.model, vocab, layout, recipe.optim.kind)
+    in_use = peak.host + (peak.total if on_cpu else 0)
+    part = min(1.0, per_host / layout.shard)
+    base = CPU_RANK_GB if on_cpu else GPU_RANK_GB
+    return math.ceil(per_host * (base + in_use / 1e9) + 2 * part * on_disk / 1e9)

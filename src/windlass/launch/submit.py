@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from windlass.errors import UserError
-from windlass.estimate.memory import host_memory_gb
+from windlass.estimate.inputs import host_memory_gb
 from windlass.fileio import write_atomic
 from windlass.launch.batch import SUBMITTED, queued, render, run_program
 from windlass.launch.job import TIME, Job, Site, seconds_of, stop_lead

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from windlass import __version__
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
-from windlass.estimate.collectives import Collective
+from windlass.estimate.step import Collective
 from windlass.parallel.env import detect_env
 from windlass.parallel.ranks import Ranks, init_ranks
 from windlass.preflight.findings import PROBLEM, Finding, findings_of

@@ -16,9 +16,7 @@ from windlass.reports.scaling import DESCRIPTIONS
 from windlass.reports.study import Recommendation, StudyView
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS
-from windlass.study.comparison import common_measure
-from windlass.study.numbers import BITS
-from windlass.study.results import NO_BEST
+from windlass.study.results import BITS, NO_BEST, common_measure
 from windlass.telemetry.measures import LOSS, show, title_of
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"

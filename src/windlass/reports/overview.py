@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from windlass.errors import UserError
 from windlass.run import Run
-from windlass.study.numbers import RunNumbers, read_numbers
-from windlass.study.results import CellResult
+from windlass.study.results import CellResult, RunNumbers, read_numbers
 from windlass.study.study import STUDY, Study
 from windlass.telemetry.measures import LOSS
 

@@ -14,7 +14,7 @@ from windlass.errors import UserError, argument, plural
 from windlass.reports.study import StudyView
 from windlass.reports.tables import Column, Table
 from windlass.reports.view import RunView
-from windlass.study.efficiency import Setup
+from windlass.study.setups import Setup
 from windlass.study.study import Study
 from windlass.telemetry.measures import EPOCH_LOSS, RUN, SETUP, Measure, of_result
 

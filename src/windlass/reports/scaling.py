@@ -13,9 +13,8 @@ from windlass.reports.charts import Axis, Chart, Series
 from windlass.reports.study import Recommendation
 from windlass.reports.tables import Column, Table
 from windlass.reports.view import Numbers
-from windlass.study.efficiency import Setup, baseline
 from windlass.study.grid import NODES, WORLD
-from windlass.study.probe import WARMUP
+from windlass.study.setups import WARMUP, Setup, baseline
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP, show
 

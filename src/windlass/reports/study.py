@@ -15,10 +15,9 @@ from windlass.errors import by_text
 from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread
 from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import RunView
-from windlass.study.efficiency import read_setups
 from windlass.study.grid import SEED, label_of, short_names
-from windlass.study.numbers import BITS
-from windlass.study.results import SeedGroup, seed_groups
+from windlass.study.results import BITS, SeedGroup, seed_groups
+from windlass.study.setups import read_setups
 from windlass.study.study import Study
 from windlass.telemetry.measures import LOSS, show, title_of
 from windlass.variables import scrub

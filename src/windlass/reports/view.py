@@ -22,8 +22,7 @@ from windlass.errors import plural
 from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
 from windlass.run import STARTS, Line, Run, effective, read_lines, timestamp
-from windlass.study.comparison import validation_data
-from windlass.study.numbers import RunNumbers, Value, number
+from windlass.study.results import RunNumbers, Value, number, validation_data
 from windlass.telemetry.measures import DEVICE, of_eval
 from windlass.variables import scrub
 

@@ -66,10 +66,6 @@ class Cell:
         return self.assignment.get(WORLD)
 
     @property
-    def on_hosts(self) -> bool:
-        return NODES in self.assignment
-
-    @property
     def nodes(self) -> int:
         return int(self.assignment.get(NODES, 1))
 
@@ -97,10 +93,11 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
     """All cells of a grid, with validated recipes; the last axis changes fastest."""
     axes = list(axes)
     keys = [key for axis in axes for key in axis.keys]
-    combinations = itertools.product(*(axis.values for axis in axes))
-    rows = (itertools.chain(*values) for values in combinations)
-    typed_here = (dict(zip(keys, row, strict=True)) for row in rows)
-    return cells_of(base, [from_here(one, base.run.base) for one in typed_here])
+    assignments = []
+    for values in itertools.product(*(axis.values for axis in axes)):
+        typed_here = dict(zip(keys, itertools.chain(*values), strict=True))
+        assignments.append(from_here(typed_here, base.run.base))
+    return cells_of(base, assignments)
 
 
 def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:

@@ -23,7 +23,6 @@ from windlass.fileio import read_json, write_atomic
 from windlass.model.size import count
 from windlass.recipe import Changes, ModelSettings, Recipe
 from windlass.run import Run
-from windlass.study.comparison import TOKENIZER, common_measure, validation_settings
 from windlass.study.grid import Assignment, Cell
 from windlass.study.law import (
     FORMS,
@@ -37,10 +36,17 @@ from windlass.study.law import (
     fit_law,
     held_out,
 )
-from windlass.study.numbers import BITS, read_numbers
-from windlass.study.results import CellResult, cell_result
+from windlass.study.results import (
+    BITS,
+    TOKENIZER,
+    CellResult,
+    cell_result,
+    common_measure,
+    read_numbers,
+    validation_settings,
+)
+from windlass.study.runner import sweep
 from windlass.study.study import KINDS, Study, load_study
-from windlass.study.sweep import sweep
 from windlass.telemetry.measures import LOSS
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
@@ -100,10 +106,7 @@ class Ladder:
         return self.law.predict(size, effective_tokens(planned.tokens, unique))
 
     def _compared(self, recipe: Recipe) -> dict[str, Any]:
-        """The settings behind a loss, with the real paths of files.
-
-        A prediction is of any part of the same validation data.
-        """
+        """The settings behind a loss, with the real paths of files, but for amounts of data."""
         settings = validation_settings(recipe)
         settings = {key: value for key, value in settings.items() if key not in AMOUNTS}
         for name in ("source", "eval_source"):
@@ -265,21 +268,32 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     """A ladder with its finished runs; `runs`: further ones, which the law predicts."""
     study = source if isinstance(source, Study) else Study.open(source)
     _check_kind(study)
+
+    def result_of(run: Run) -> CellResult:
+        cell = Cell.of(run.recipe, {}, str(run.path))
+        return cell_result(cell, run, read_numbers(run, study.measure))
+
+    def why_unused(result: CellResult) -> str:
+        if result.state != "finished":
+            return result.reason or result.state
+        return "it lacks an evaluation" if result.numbers.score is None else ""
+
     further = {run.path.resolve(): run for run in runs}
+    own = {study.run_of(cell).path.resolve() for cell in study.cells} | further.keys()
+    paths = read_json(study.path / JOINED).get("runs", [])
+    joined = [Run(Path(os.path.normpath(study.path / path))) for path in paths]
+    joined = [run for run in joined if run.path.resolve() not in own]
+    results = [r for r in study.results() if r.run.path.resolve() not in further]
     chosen, left_out = list[tuple[CellResult, bool]](), list[str]()
-    joined = joined_runs(study)
-    results = [*study.results(), *(_result(run, study) for run in joined if run.exists)]
-    for result in results:
-        if result.run.path.resolve() in further:
-            continue
-        if why := _why_unused(result):
+    for result in [*results, *(result_of(run) for run in joined if run.exists)]:
+        if why := why_unused(result):
             left_out.append(f"{name_of(result)}: {why}")
         else:
             chosen.append((result, True))
     left_out += [f"{run.path}: it is gone" for run in joined if not run.exists]
     for run in further.values():
-        result = _result(run, study)
-        if why := _why_unused(result):
+        result = result_of(run)
+        if why := why_unused(result):
             needs = "the law needs a finished run with a validation loss"
             raise UserError(f"{run.path}: {why}; {needs}")
         chosen.append((result, False))
@@ -288,33 +302,23 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     measure, remark = common_measure([result.validation for result, _ in chosen])
     if not measure:
         raise UserError(f"{study.path}: {remark}")
-    observations = [_observe(result, measure, in_fit) for result, in_fit in chosen]
+    observations = []
+    for result, in_fit in chosen:
+        numbers = result.numbers
+        loss = numbers.eval_loss
+        if measure == BITS:
+            loss = [line["bits_per_byte"] for line in numbers.evals if "bits_per_byte" in line][-1]
+        observation = Observation(
+            name_of(result),
+            parameters=int(numbers.start["parameters"]),
+            non_embedding=count(result.cell.recipe.model, 0).non_embedding,
+            tokens=numbers.tokens,
+            loss=float(loss or 0.0),
+            unique_tokens=int(numbers.start["data"]["train"].get("tokens") or 0),
+            in_fit=in_fit,
+        )
+        observations.append(observation)
     return Ladder(study, observations, left_out, measure)
-
-
-def _why_unused(result: CellResult) -> str:
-    """Why the law cannot use a run; empty if it can."""
-    if result.state != "finished":
-        return result.reason or result.state
-    return "it lacks an evaluation" if result.numbers.score is None else ""
-
-
-def join(study: Study, runs: Sequence[Run]) -> None:
-    new = [os.path.relpath(run.path.resolve(), study.path.resolve()) for run in runs]
-    paths = dict.fromkeys([*read_json(study.path / JOINED).get("runs", []), *new])
-    write_atomic(study.path / JOINED, json.dumps({"runs": [*paths]}, indent=1))
-
-
-def joined_runs(study: Study) -> list[Run]:
-    paths = read_json(study.path / JOINED).get("runs", [])
-    runs = [Run(Path(os.path.normpath(study.path / path))) for path in paths]
-    own = {study.run_of(cell).path.resolve() for cell in study.cells}
-    return [run for run in runs if run.path.resolve() not in own]
-
-
-def _result(run: Run, study: Study) -> CellResult:
-    cell = Cell.of(run.recipe, {}, str(run.path))
-    return cell_result(cell, run, read_numbers(run, study.measure))
 
 
 def name_of(result: CellResult) -> str:
@@ -324,20 +328,11 @@ def name_of(result: CellResult) -> str:
     return f"{model.layers}x{model.width}, {train.tokens_per_parameter:g} tokens per parameter"
 
 
-def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
-    numbers = result.numbers
-    loss = numbers.eval_loss
-    if measure == BITS:
-        loss = [line["bits_per_byte"] for line in numbers.evals if "bits_per_byte" in line][-1]
-    return Observation(
-        name_of(result),
-        parameters=int(numbers.start["parameters"]),
-        non_embedding=count(result.cell.recipe.model, 0).non_embedding,
-        tokens=numbers.tokens,
-        loss=float(loss or 0.0),
-        unique_tokens=int(numbers.start["data"]["train"].get("tokens") or 0),
-        in_fit=in_fit,
-    )
+def join(study: Study, runs: Sequence[Run]) -> None:
+    """Add runs to the later fits of a ladder."""
+    new = [os.path.relpath(run.path.resolve(), study.path.resolve()) for run in runs]
+    paths = dict.fromkeys([*read_json(study.path / JOINED).get("runs", []), *new])
+    write_atomic(study.path / JOINED, json.dumps({"runs": [*paths]}, indent=1))
 
 
 def flops_per_hour(recipe: Recipe, device: str) -> float:

@@ -125,9 +125,8 @@ class Law:
         return float(np.exp(self._logs(self.values, size, tokens)))
 
     def predict(self, size: float, tokens: float) -> Range:
-        low, high = np.percentile(
-            np.exp([self._logs(one, size, tokens) for one in self.resampled]), [LOW, HIGH]
-        )
+        losses = np.exp([self._logs(one, size, tokens) for one in self.resampled])
+        low, high = np.percentile(losses, [LOW, HIGH])
         sizes = [one.size(self.embeddings) for one in self.fitted]
         amounts = [one.effective_tokens for one in self.fitted]
         beyond = [max(size / max(sizes), min(sizes) / size)]
@@ -139,17 +138,12 @@ class Law:
         return float(log_loss(values, np.array([n]), np.array([d]))[0][0])
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """The size and tokens with the lowest loss for C = 6 N D FLOPs, without repeated tokens.
-
-        The minimum along C is convex in log N, so a golden-section search finds it.
-        """
-        low, high = math.log(1e3), math.log(flops / 6 / 1e3)
-        ratio = (math.sqrt(5) - 1) / 2
-        while high - low > 1e-6:
-            left, right = high - ratio * (high - low), low + ratio * (high - low)
-            losses = [self.loss(math.exp(n), flops / 6 / math.exp(n)) for n in (left, right)]
-            low, high = (low, right) if losses[0] < losses[1] else (left, high)
-        size = math.exp((low + high) / 2)
+        """The size and tokens with the lowest loss for C = 6 N D FLOPs, without repeated tokens."""
+        a, b, _, p, q, _ = self.values
+        both = math.log(flops / 6) - sum(self.centre)  # n + d of the law
+        # There p exp(a - p n) = q exp(b - q d).
+        n = (a - b + q * both + math.log(p / q)) / (p + q)
+        size = math.exp(n + self.centre[0])
         return size, flops / 6 / size
 
     def constants(self) -> dict[str, tuple[float, float, float]]:
@@ -160,16 +154,15 @@ class Law:
             named["γ"] = g
         else:
             named = {"E": np.exp(e), **named} | ({"β": q} if self.form == "chinchilla" else {})
-        ranges = {name: np.percentile(v[1:], [LOW, HIGH]) for name, v in named.items()}
-        return {
-            name: (float(v[0]), float(ranges[name][0]), float(ranges[name][1]))
-            for name, v in named.items()
-        }
+        ranges = dict[str, tuple[float, float, float]]()
+        for name, v in named.items():
+            low, high = np.percentile(v[1:], [LOW, HIGH])
+            ranges[name] = float(v[0]), float(low), float(high)
+        return ranges
 
     def __str__(self) -> str:
-        numbers = ", ".join(
-            f"{k} = {v:.4g} ({lo:.4g} to {hi:.4g})" for k, (v, lo, hi) in self.constants().items()
-        )
+        own = self.constants().items()
+        numbers = ", ".join(f"{k} = {v:.4g} ({lo:.4g} to {hi:.4g})" for k, (v, lo, hi) in own)
         return f"L = {FORMS[self.form].formula}, N: {self.counted}; {numbers}"
 
 
@@ -187,7 +180,6 @@ def log_loss(values: Numbers, n: Numbers, d: Numbers) -> tuple[Numbers, Numbers]
 def fit_law(
     observations: Sequence[Observation],
     form: str = "chinchilla",
-    *,
     embeddings: bool = True,
     samples: int = SAMPLES,
 ) -> Law:
@@ -206,8 +198,7 @@ def fit_law(
         rows = random.integers(len(runs), size=len(runs))
         if len({*n[rows]}) > 1 and len({*d[rows]}) > 1:
             resampled.append(_minimise(form, n[rows], d[rows], y[rows], solutions[:1])[0])
-    chosen = FORMS[form]
-    full = [chosen.base + chosen.free @ one for one in (best, *resampled)]
+    full = [FORMS[form].base + FORMS[form].free @ one for one in (best, *resampled)]
     return Law(form, embeddings, runs, full[0], np.array(full[1:]).reshape(-1, 6), centre)
 
 
@@ -243,7 +234,7 @@ def _minimise(
     form: str, n: Numbers, d: Numbers, y: Numbers, starts: Sequence[Numbers]
 ) -> list[Numbers]:
     """The minima of the Huber loss from each start, the lowest first."""
-    from scipy.optimize import OptimizeResult, minimize
+    from scipy.optimize import minimize
 
     chosen = FORMS[form]
     bounds = [EXPONENTS if column[3:].any() else TERMS for column in chosen.free.T]
@@ -255,13 +246,10 @@ def _minimise(
         value = np.sum(small * (error - small / 2)) / threshold
         return float(value), chosen.free.T @ (slopes @ small) / threshold
 
-    def descend(start: Numbers, threshold: float) -> OptimizeResult:
-        options = {"maxiter": 300}
-        how = {"jac": True, "method": "L-BFGS-B", "bounds": bounds, "options": options}
-        return minimize(objective, start, threshold, **how)
-
-    smooth = [descend(start, SMOOTH).x for start in starts]
-    ends = [descend(start, HUBER) for start in (*starts, *smooth)]
+    options = {"maxiter": 300}
+    how = {"jac": True, "method": "L-BFGS-B", "bounds": bounds, "options": options}
+    smooth = [minimize(objective, start, SMOOTH, **how).x for start in starts]
+    ends = [minimize(objective, start, HUBER, **how) for start in (*starts, *smooth)]
     return [end.x for end in sorted(ends, key=lambda end: float(end.fun))]
 
 

@@ -14,8 +14,8 @@ from windlass.recipe.strategies import STRATEGIES
 from windlass.run import Run
 from windlass.study.grid import NODES, WORLD, Assignment, Cell
 from windlass.study.progress import Progress
+from windlass.study.runner import Sweep
 from windlass.study.study import Scaling, Study, load_study
-from windlass.study.sweep import Sweep
 
 MODES = ("strong", "fixed-data", "weak", "strategies")
 WINDOWS = 20  # `train` lines of a cell, at least
@@ -85,8 +85,12 @@ def create_scaling(
     scaling = scaling_of(old, mode, grow, preset.get("preset", ""))
     if worlds:
         recipe.check_packages()
-        if not nodes:
-            recipe = with_threads(recipe, max(worlds), before)
+        device = recipe.parallel.device
+        on_gpu = device == "cuda" or (device == "auto" and visible_gpus())
+        if not nodes and not on_gpu:  # equal threads for each rank, so that times compare ranks
+            threads = before.recipe.train.threads if before else recipe.train.threads
+            threads = threads or max(1, usable_cores() // max(worlds))
+            recipe = recipe.replace({"train.threads": threads})
         smallest = min(worlds)
         if before and scaling.grow == "model":  # the ranks at which the recipe has its own layers
             cell, layers = before.cells[0], before.recipe.model.layers
@@ -104,12 +108,7 @@ def create_scaling(
     return Study.create(recipe, listed, Path(path), scaling=scaling)
 
 
-def scaling_of(
-    before: Scaling | None,
-    mode: str = "",
-    grow: str = "",
-    preset: str = "",
-) -> Scaling:
+def scaling_of(before: Scaling | None, mode: str = "", grow: str = "", preset: str = "") -> Scaling:
     """A study's options: the given ones, else the existing study's, else the defaults."""
     mode = mode or (before.mode if before else "strong")
     if mode not in MODES:
@@ -129,15 +128,6 @@ def scaling_of(
     return before
 
 
-def with_threads(recipe: Recipe, most_ranks: int, before: Study | None) -> Recipe:
-    """The recipe with equal threads for each CPU rank in all cells, so that times compare ranks."""
-    device = recipe.parallel.device
-    if device == "cuda" or (device == "auto" and visible_gpus()):
-        return recipe
-    fixed = before.recipe.train.threads if before else recipe.train.threads
-    return recipe.replace({"train.threads": fixed or max(1, usable_cores() // most_ranks)})
-
-
 def assignments(
     recipe: Recipe,
     scaling: Scaling,
@@ -145,10 +135,7 @@ def assignments(
     nodes: Sequence[int] = (),
     smallest: int = 0,
 ) -> list[Assignment]:
-    """The grid of a scaling study.
-
-    `smallest`: the ranks of the recipe's own model; 0: the fewest of `worlds`.
-    """
+    """The grid of a study; `smallest`: the ranks of the recipe's own model; 0: of the baseline."""
     worlds = list(dict.fromkeys(worlds))
     _check(recipe, scaling, worlds, nodes)
     places: list[Assignment] = [{WORLD: world} for world in worlds]
@@ -157,8 +144,20 @@ def assignments(
     if scaling.mode == "strategies":
         kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1)
         return [places[0] | kind for kind in kinds]
-    first = smallest or min(worlds)
-    return [one | settings_of(recipe, scaling, one[WORLD], first) for one in places]
+    first, layers, train = smallest or min(worlds), recipe.model.layers, recipe.train
+    for one, world in zip(places, worlds, strict=True):
+        if scaling.grow == "model":
+            one["model.layers"] = layers * world // first
+            if layers * world % first:
+                problem = f"model.layers = {layers} at {plural(first, 'rank')} makes"
+                problem = f"{problem} {layers * world / first:g} at {world}"
+                multiple = first // math.gcd(first, world)
+                raise UserError(f"{problem}: write a multiple of {multiple}")
+        elif scaling.mode != "strong":
+            one["train.global_batch"] = train.global_batch * world
+            if scaling.mode == "fixed-data" and isinstance(train.steps, int):
+                one["train.steps"] = train.steps // world
+    return places
 
 
 def _check(recipe: Recipe, scaling: Scaling, worlds: list[int], nodes: Sequence[int]) -> None:
@@ -184,23 +183,6 @@ def _check(recipe: Recipe, scaling: Scaling, worlds: list[int], nodes: Sequence[
     if scaling.grow == "model" and recipe.model.kind != "gpt":
         needs = 'needs model.kind = "gpt": it adds layers, and other models have fixed weights'
         raise UserError(f"{argument('grow', 'model')} {needs}")
-
-
-def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> Assignment:
-    train = recipe.train
-    if scaling.grow == "model":
-        layers = recipe.model.layers * world
-        if layers % smallest:
-            at = f"model.layers = {recipe.model.layers} at {plural(smallest, 'rank')}"
-            multiple = f"write a multiple of {smallest // math.gcd(smallest, world)}"
-            raise UserError(f"{at} makes {layers / smallest:g} at {world}: {multiple}")
-        return {"model.layers": layers // smallest}
-    if scaling.mode == "strong":
-        return {}
-    grown = {"train.global_batch": train.global_batch * world}
-    if scaling.mode == "fixed-data" and isinstance(train.steps, int):
-        return grown | {"train.steps": train.steps // world}
-    return grown
 
 
 def strategies(recipe: Recipe, world: int, nodes: int) -> list[Assignment]:

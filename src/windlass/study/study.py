@@ -11,7 +11,7 @@ import json
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,15 +24,17 @@ from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, typed
 from windlass.recipe.layers import dotted, study_presets
 from windlass.run import Run
-from windlass.study.comparison import TOKENIZER
-from windlass.study.grid import ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
-from windlass.study.numbers import BITS, RunNumbers, read_numbers
+from windlass.study.grid import NODES, ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
 from windlass.study.results import (
+    BITS,
     NO_BEST,
+    TOKENIZER,
     CellResult,
+    RunNumbers,
     Winners,
     cell_result,
     find_winners,
+    read_numbers,
 )
 from windlass.telemetry.measures import LOSS
 
@@ -95,17 +97,11 @@ class Study:
         world: int = 0,
         scaling: Scaling | None = None,
     ) -> Study:
-        """Create the study of a recipe and a grid, or add the grid's cells to the study at `path`.
+        """Create the study of a recipe and a grid, or add the grid's cells to the study at `path`
+        (None: `studies/<preset>-<hash>`); without axes open it.
 
-        The recipe's `run.dir` and `run.name` do not count. Without axes it opens the study.
-
-        Args:
-            path: None: `studies/<preset>-<hash of the recipe>`.
-            write: False: write nothing to disk.
-            world: ranks of each cell without `parallel.world`; 0: as the study has it.
-            scaling: the options of a scaling study, which makes it one.
-
-        Raises UserError if a cell's recipe is invalid, or `path` has another study.
+        The recipe's `run.dir` and `run.name` do not count. `write` False: write nothing to disk.
+        UserError if a cell's recipe is invalid, or `path` has another study.
         """
         # Every setting by name, as recipe.toml has them, so that no default depends on a cell.
         place = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
@@ -121,29 +117,23 @@ class Study:
         elif len(axes):
             cells = expand(base, read_axes(axes))
         new = Study(path, base, cells, kind, world, scaling)
-        if not write:
-            return Study.open(path)._grown(new) if Study.is_study(path) else new
-        path.mkdir(parents=True, exist_ok=True)
-        with locked(path / ".study.lock"):
+        if write:
+            path.mkdir(parents=True, exist_ok=True)
+        with locked(path / ".study.lock") if write else nullcontext():
             before = Study.open(path) if Study.is_study(path) else None
             study = before._grown(new) if before else new
-            if study != before:
-                study._write()
+            if study == before or not write:
+                return study
+            # The recipe first: the keys in study.json reveal a later edit of the recipe.
+            write_atomic(path / "recipe.toml", study.recipe.toml())
+            cells = study.cells
+            stored = [
+                StoredCell(assignment=c.assignment, run=c.directory, key=c.key) for c in cells
+            ]
+            kind, world, scaling = study.kind, study.world, study.scaling
+            file = StudyFile(kind=kind, world=world, cells=stored, scaling=scaling)
+            write_atomic(path / STUDY, file.model_dump_json(indent=1))
         return study
-
-    def _write(self) -> None:
-        # The recipe first: the keys in study.json reveal a later edit of the recipe.
-        write_atomic(self.path / "recipe.toml", self.recipe.toml())
-        stored = StudyFile(
-            kind=self.kind,
-            world=self.world,
-            cells=[
-                StoredCell(assignment=cell.assignment, run=cell.directory, key=cell.key)
-                for cell in self.cells
-            ],
-            scaling=self.scaling,
-        )
-        write_atomic(self.path / STUDY, stored.model_dump_json(indent=1))
 
     @staticmethod
     def open(path: str | Path) -> Study:
@@ -214,7 +204,7 @@ class Study:
 
     @property
     def over_hosts(self) -> bool:
-        return self.cells[0].on_hosts
+        return NODES in self.cells[0].assignment
 
     def run_of(self, cell: Cell) -> Run:
         return Run(self.path / cell.directory)
@@ -227,13 +217,13 @@ class Study:
         return [run for run in map(self.run_of, self.cells) if run.exists]
 
     def results(self) -> list[CellResult]:
-        failures = self.failures()
-        return [self._result(cell, failures) for cell in self.cells]
+        failures = read_json(self.path / "failures.json")
+        return [self.result(cell, failures) for cell in self.cells]
 
-    def result(self, cell: Cell) -> CellResult:
-        return self._result(cell, self.failures())
-
-    def _result(self, cell: Cell, failures: Mapping[str, str]) -> CellResult:
+    def result(self, cell: Cell, failures: Mapping[str, str] | None = None) -> CellResult:
+        """`failures`: the reasons of failed cells by their keys, if they have been read already."""
+        if failures is None:
+            failures = read_json(self.path / "failures.json")
         run, version = self.run_of(cell), tuple[int, ...]()
         with suppress(OSError):
             stat = run.metrics_path.stat()
@@ -242,14 +232,10 @@ class Study:
             self._numbers[run.path] = version, read_numbers(run, self.measure)
         return cell_result(cell, run, self._numbers[run.path][1], failures.get(cell.key))
 
-    def failures(self) -> dict[str, str]:
-        """The reasons of failed cells, by a cell's key."""
-        return read_json(self.path / "failures.json")
-
     def set_failure(self, cell: Cell, reason: str | None) -> None:
         """Record why a cell failed; None: it may be tried again."""
         with locked(self.path / ".failures.lock"):  # tasks of an array job write concurrently
-            failures = self.failures()
+            failures = read_json(self.path / "failures.json")
             failures.pop(cell.key, None)
             if reason is not None:
                 failures[cell.key] = reason

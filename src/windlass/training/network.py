@@ -22,7 +22,7 @@ from windlass.checkpoint.state_dict import named_state
 from windlass.data.batch import Samples, masks_documents
 from windlass.data.run_data import Data
 from windlass.errors import UserError, first_line
-from windlass.estimate.layout import compiles
+from windlass.estimate.rank import compiles
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
 from windlass.model.attention import Documents, takes_documents

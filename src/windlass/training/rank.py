@@ -22,8 +22,8 @@ from windlass.data.run_data import Data
 from windlass.errors import OutOfMemory, UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import measures_all, resolve_steps
-from windlass.estimate.candidates import layout_on
 from windlass.estimate.devices import USABLE, Device, peak_flops
+from windlass.estimate.inputs import layout_on
 from windlass.evaluation.suites import Suites
 from windlass.fileio import read_json
 from windlass.model.build import build_model, read_sizes, sizes_of

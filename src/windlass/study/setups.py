@@ -1,29 +1,40 @@
 """How well a study scales: time of a step, speed-up, efficiency, and the parts of a step.
 
-docs/guides/scale.md has the formulas.
+docs/guides/scale.md has the formulas. `probes/<hash>/<i>` of a study are run directories; in each
+the runner trains one rank's part of a cell's batch, alone. They run side by side, so that they
+contend for cores and memory as the cell's ranks on a host do. The exposed communication of torch's
+profiler was 0.5 to 0.83 of the time lost on two gloo ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from windlass.errors import plural
+from windlass.estimate.devices import NO_PEAK
 from windlass.estimate.rank import flops_of_run
-from windlass.estimate.speed import NO_PEAK
+from windlass.fileio import read_json
 from windlass.processes import STEP_PHASES
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
-from windlass.recipe.strategies import Sizes
-from windlass.run import STARTS, Line, timestamp
-from windlass.study.grid import AXES_ONLY, Assignment, short_names
-from windlass.study.probe import WARMUP, read_probe
+from windlass.recipe.strategies import NO_LAYOUT, Sizes
+from windlass.run import STARTS, Line, Run, timestamp
+from windlass.study.grid import AXES_ONLY, Assignment, Cell, short_names
 from windlass.study.results import CellResult
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP
 
+WARMUP = 5  # steps of each start that no time of a step counts
+# The settings of a rank that trains without communication.
+ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
+ALONE["parallel.shard_size"] = 0
+# Settings that do not change the time of a step.
+UNTIMED = ("preset", "run.", "data.dir", "eval.", "checkpoint.", "telemetry.")
 # Numbers of a whole run, by their names in `measures.RUN`.
 WHOLE_RUN = (
     *("train_loss", "train_loss_mean", "runtime_s", "samples_per_s_whole_run"),
@@ -73,7 +84,7 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
     table = [_setup(study, scaling, result) for result in results]
     for setup in table:
         if setup.measured:
-            _divide(setup, _probe_medians(study, setup))
+            _divide(study, setup)
             _remark_on_cores(setup)
     if scaling.mode == "strategies":
         _recommend(table)
@@ -106,25 +117,33 @@ def _setup(study: Study, scaling: Scaling, result: CellResult) -> Setup:
     }
     values: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
     if is_finished:
-        values |= _cell_numbers(result)
-    words = [_difference(study, cell.assignment)]
-    if scaling.mode != "strategies":
-        words = [plural(cell.nodes, "host"), plural(world, "rank")]
-        if scaling.grow == "model" and layers:
-            words.append(plural(layers, "layer"))
-    name = ", ".join(filter(None, [*words, sizes.layout])) or "the recipe"
-    setup = Setup(name, result, values, start=start)
-    if setup.measured:
+        lines, whole = windows(result.run.ledger()), result.numbers.values()
+        values |= step_medians(lines)
+        if lines and all("mfu" in line for line in lines):
+            values["mfu"] = statistics.median(line["mfu"] for line in lines)
+        values |= {name: whole[name] for name in WHOLE_RUN if name in whole}
+        if result.numbers.wall["compile"]:
+            values["compile_s"] = result.numbers.wall["compile"]
+        for name in ("exact_match", "f1"):
+            if f"{SQUAD_SUITE}_{name}" in whole:
+                values[name] = whole[f"{SQUAD_SUITE}_{name}"]
+    if "step_ms" in values:
         steps_per_s = values["steps_per_s"] = 1e3 / values["step_ms"]
         values["samples_per_s"] = batch * steps_per_s
         values["tokens_per_s"] = values["tokens_per_step"] * steps_per_s
         values["tokens_per_s_per_device"] = values["tokens_per_s"] / world
         tokens = values["padded_tokens_per_step"] / world
         values["flops_per_device"] = flops_of_run(recipe, start) * tokens
-    return setup
+    words = [plural(cell.nodes, "host"), plural(world, "rank")]
+    if scaling.mode == "strategies":
+        words = _differences(study, cell.assignment)
+    elif scaling.grow == "model" and layers:
+        words.append(plural(layers, "layer"))
+    name = ", ".join(filter(None, [*words, sizes.layout])) or "the recipe"
+    return Setup(name, result, values, start=start)
 
 
-def _difference(study: Study, assignment: Assignment) -> str:
+def _differences(study: Study, assignment: Assignment) -> list[str]:
     """The settings that distinguish a setup of a study of strategies from the others."""
     words, names = list[str](), short_names(assignment)
     for key, value in assignment.items():
@@ -135,23 +154,7 @@ def _difference(study: Study, assignment: Assignment) -> str:
             words.append(str(value))
         elif value not in (False, 0, "none"):
             words.append(name if value is True else f"{name} {value}")
-    return ", ".join(words)
-
-
-def _cell_numbers(result: CellResult) -> dict[str, float]:
-    """The numbers of a finished cell: of its steps after the warm-up, and of its whole run."""
-    measured, numbers = windows(result.run.ledger()), result.numbers
-    values: dict[str, Any] = step_medians(measured)
-    if measured and all("mfu" in line for line in measured):
-        values["mfu"] = statistics.median(line["mfu"] for line in measured)
-    whole = numbers.values()
-    values |= {name: whole[name] for name in WHOLE_RUN if name in whole}
-    if numbers.wall["compile"]:
-        values["compile_s"] = numbers.wall["compile"]
-    for name in ("exact_match", "f1"):
-        if f"{SQUAD_SUITE}_{name}" in whole:
-            values[name] = whole[f"{SQUAD_SUITE}_{name}"]
-    return values
+    return words
 
 
 def windows(lines: Iterable[Line], since: float = 0.0) -> list[Line]:
@@ -191,32 +194,55 @@ def _remark_on_cores(setup: Setup) -> None:
         setup.remarks.append(f"oversubscribed: {shared}, which says nothing about {devices}")
 
 
-def _probe_medians(study: Study, setup: Setup) -> Mapping[str, float]:
-    """The medians of a step without communication; empty if the probe is missing."""
-    if setup.world == 1:
-        return setup.values
-    runs, why = read_probe(study, setup.result.cell)
-    if why:
-        setup.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
-        return {}
-    ledgers = [run.ledger() for run in runs]
+def probe_dir(study: Study, cell: Cell) -> Path:
+    """The directory of a cell's probe, which strategies share."""
+    settings = cell.recipe.replace(ALONE).flat().items()
+    timed = [(key, value) for key, value in settings if not key.startswith(UNTIMED)]
+    digest = hashlib.sha256(f"{timed}{cell.world}x{cell.nodes}".encode()).hexdigest()[:8]
+    return study.path / "probes" / f"{cell.world}-ranks-{digest}"
+
+
+def why_no_probe(cell: Cell) -> str:
+    """Why a cell cannot have a probe; empty if it can."""
+    parallel = cell.recipe.parallel
+    if (cell.world or 1) < 2:
+        return "one rank does not communicate"
+    if parallel.offload:
+        return "offloading takes time that a probe without communication does not have"
+    return "no rank can do its part of the step alone" if parallel.model_ranks > 1 else ""
+
+
+def _probe_medians(study: Study, cell: Cell) -> tuple[Mapping[str, float], str]:
+    """The medians of a cell's step without communication, or why there are none."""
+    directory = probe_dir(study, cell)
+    ended = read_json(directory / "probe.json")
+    if why := why_no_probe(cell):
+        return {}, why
+    if not ended or ended["reason"]:
+        return {}, f"the probe failed: {ended['reason']}" if ended else "no probe was run"
+    ledgers = [Run(path.parent).ledger() for path in sorted(directory.glob("*/metrics.jsonl"))]
     # From the moment when every rank had trained its first steps, all of them ran.
     firsts = [next(line for line in lines if line["kind"] == "train") for lines in ledgers]
     since = max(map(timestamp, firsts))
     ranks = [step_medians(windows(lines, since)) for lines in ledgers]
     names = dict.fromkeys(name for rank in ranks for name in rank)
-    return {n: statistics.median(rank[n] for rank in ranks if n in rank) for n in names}
+    return {n: statistics.median(rank[n] for rank in ranks if n in rank) for n in names}, ""
 
 
-def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
+def _divide(study: Study, setup: Setup) -> None:
     """Divide a setup's step into STEP_PARTS.
 
     Computing and host are the probe's; its passes are scaled to the tokens of a rank's step,
     padding included. The step's excess over the probe, both without waiting for data, is
     communication that computing does not hide. A negative excess is noise.
     """
-    values = setup.values
+    values, why = setup.values, ""
+    probe: Mapping[str, float] = values
+    if setup.world > 1:
+        probe, why = _probe_medians(study, setup.result.cell)
     values.setdefault("data_ms", 0.0)
+    if why:
+        setup.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
     if not probe:
         return
     step = values["step_ms"] - values["data_ms"]
@@ -242,12 +268,12 @@ def baseline(table: Sequence[Setup]) -> Setup:
 
 def _compare(table: list[Setup], scaling: Scaling) -> None:
     base = baseline(table)
-    for setup in table:
-        if setup is not base and not base.measured:
-            why = f"the baseline, {base.name}, lacks numbers"
-            setup.missing.update(dict.fromkeys(COMPARED, why))
-        if not setup.measured or not base.measured:
-            continue
+    if not base.measured:
+        why = dict.fromkeys(COMPARED, f"the baseline, {base.name}, lacks numbers")
+        for setup in table:
+            setup.missing.update({} if setup is base else why)
+        return
+    for setup in (setup for setup in table if setup.measured):
         values, first, p = setup.values, base.values, setup.world / base.world
         faster = values["samples_per_s"] / first["samples_per_s"]
         efficiency = first["step_ms"] / values["step_ms"] if scaling.mode == "weak" else faster / p
@@ -271,11 +297,11 @@ def _recommend(table: list[Setup]) -> None:
     smallest = min(near, key=lambda setup: setup.values["peak_mem_mb"])
     for setup in rivals:
         setup.values["recommended"] = setup is smallest
-    smallest.recommended_because = "the fastest"
+    why = "the fastest"
     if smallest is not fastest:
         saved = 1 - smallest.values["peak_mem_mb"] / fastest.values["peak_mem_mb"]
-        tie = f"as fast as {fastest.name}, within 2 %"
-        smallest.recommended_because = f"{tie}, with {100 * saved:.0f} % less memory"
+        why = f"as fast as {fastest.name}, within 2 %, with {100 * saved:.0f} % less memory"
+    smallest.recommended_because = why
 
 
 def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
