@@ -14,8 +14,7 @@ from report_fixtures import NASTY, add_lines, build_run, build_study, edit, stam
 
 from windlass.cli.train import show_end
 from windlass.reports.charts import charts
-from windlass.reports.contents import Contents
-from windlass.reports.page import page
+from windlass.reports.page import Contents, page
 from windlass.reports.view import RunView, views
 from windlass.reports.write import report
 

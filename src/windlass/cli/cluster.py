@@ -46,13 +46,9 @@ def launch(
     """
     from windlass.launch import allocation as jobs
     from windlass.launch.local import launch as launch_local
-    from windlass.launch.submit import read_site
 
     exit_with_parent()  # a cell ends with its sweep; its ranks have other parents
-    site = read_site()
-    program = os.environ.get("WINDLASS_PROGRAM", site.program)
-    more = os.environ.get("WINDLASS_LAUNCHER_OPTIONS", site.launcher_options)
-    allocation, words = jobs.plan_launch(command, ranks, per_host, print_, program, more)
+    allocation, words = jobs.plan_launch(command, ranks, per_host, print_)
     if print_:
         _show_allocation(allocation, words[0])
         typer.echo(shlex.join(words))
@@ -136,8 +132,9 @@ def submit(
 
     Example: `windlass submit quickstart --gpus-per-node 4 --time 01:00:00 --dry-run`
     """
-    from windlass.launch.batch import cancel as cancel_jobs
-    from windlass.launch.submit import Resources, read_site, submit_run
+    from windlass.launch.job import read_site
+    from windlass.launch.submit import Resources, submit_run
+    from windlass.launch.submit import cancel as cancel_jobs
     from windlass.recipe import Recipe
     from windlass.study.jobs import submit_study
     from windlass.study.study import Study

@@ -20,7 +20,6 @@ from windlass.errors import DONE, FAILED, UserError, first_line, plural
 from windlass.processes import QUIET_END, exit_with_parent
 
 if TYPE_CHECKING:
-    from windlass.recipe import Recipe
     from windlass.run import Run
     from windlass.verification import Proof
 
@@ -48,28 +47,22 @@ def train(
     gc.disable()  # what the imports create stays; the loop of the training enables it
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe
+    from windlass.run import Run
     from windlass.training import api
+    from windlass.training.start import resolve_start
     from windlass.training.stop import StopSignals
 
     exit_with_parent()  # a launcher or a sweep
     loaded = Recipe.load(recipe, overrides)
     env = detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
-    if env.launcher == "none" and (world > 1 or max_restarts):
-        gc.enable()
-        return train_local_ranks(loaded, world or 1, max_restarts, start)
-    with StopSignals():  # while torch is imported; the training has its own
-        run = api.train(loaded, world=world, **start, stop_at=stop_at)
-    return show_end(run) if env.rank == 0 and run.state == "finished" else DONE
-
-
-def train_local_ranks(recipe: Recipe, world: int, max_restarts: int, start: dict[str, Any]) -> int:
-    """Repeat this command as local ranks, and show the end of the run."""
-    from windlass.run import Run
-    from windlass.training import api
-    from windlass.training.start import resolve_start
-
-    plan = resolve_start(recipe, **start)
+    if env.launcher != "none" or (world < 2 and not max_restarts):
+        with StopSignals():  # while torch is imported; the training has its own
+            run = api.train(loaded, world=world, **start, stop_at=stop_at)
+        return show_end(run) if env.rank == 0 and run.state == "finished" else DONE
+    # the same command on local ranks
+    gc.enable()
+    plan, world = resolve_start(loaded, **start), world or 1
     if plan.finished:
         return show_end(api.finished_run(plan))
     api.check_start(plan.recipe, world)
@@ -90,8 +83,7 @@ def show_end(run: Run) -> int:
         return DONE
     try:
         from windlass.cli.runs import show_published
-        from windlass.reports.curve import curve
-        from windlass.reports.view import RunView
+        from windlass.reports.view import RunView, curve
         from windlass.reports.write import report as write_report
 
         if text := curve(RunView(run)):

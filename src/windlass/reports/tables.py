@@ -20,7 +20,6 @@ from windlass.variables import scrub
 if TYPE_CHECKING:
     from rich.console import Group
 
-
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
     | {
@@ -245,11 +244,3 @@ def base_of(views: Sequence[RunView]) -> str:
     if not names & {*presets()}:
         return "the defaults"
     return f"the preset {names.pop()}" if len(names) == 1 else "their presets"
-
-
-def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
-    same = not any(row.differs for row in rows)
-    columns = [Column("setting", "Setting")]
-    columns += [Column("value", "Value")] if same else [Column(view.label) for view in views]
-    lines = [(row.key, *(row.values[:1] if same else row.values)) for row in rows]
-    return Table("settings", columns, lines, "Settings")
