@@ -11,7 +11,6 @@ import pytest
 
 from docs_pages import (
     DOCS,
-    FENCE,
     ROOT,
     Block,
     Command,
@@ -23,8 +22,7 @@ from docs_pages import (
     windlass_words,
 )
 from windlass.errors import UserError
-from windlass.launch.job import Site
-from windlass.launch.submit import read_site
+from windlass.launch.job import Site, read_site
 from windlass.recipe import Recipe, presets, settings, study_presets
 from windlass.recipe.explain import write_first_recipe
 from windlass.study.grid import AXES_ONLY, expand, read_axes
@@ -172,34 +170,3 @@ def test_documentation_is_short():
     shown = "\n".join(f"{words:6,} {page}" for page, words in counts.items())
     total = sum(counts.values())
     assert total <= DOCS_WORDS, f"{shown}\n{total:6,} words, more than {DOCS_WORDS:,}"
-
-
-def misread(page: Path) -> Iterator[str]:
-    """Lines that GitHub and the site, whose Markdown is stricter, show differently."""
-    text = FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
-    lines = ["", *text.split("\n"), ""]
-    for number, (before, line, after) in enumerate(
-        zip(lines, lines[1:], lines[2:], strict=False), 1
-    ):
-        item, follows = r"([-*]|\d+\.) ", before.strip() and not before.startswith("#")
-        if line.startswith("|") and not before.startswith("|"):
-            if not re.fullmatch(r"\|[ :|-]+\|", after):
-                yield f"{name_of(page)}:{number}: a table without a head"
-            elif follows:
-                yield f"{name_of(page)}:{number}: no empty line before a table"
-        elif line.startswith("|") and columns(line) != columns(before):
-            yield f"{name_of(page)}:{number}: {columns(line)} cells under {columns(before)}"
-        elif re.match(item, line) and follows and not re.match(rf" +|{item}", before):
-            yield f"{name_of(page)}:{number}: no empty line before a list"
-        elif re.match(rf" {{1,3}}{item}", line):
-            yield f"{name_of(page)}:{number}: an inner list is indented by 4"
-
-
-def columns(row: str) -> int:
-    """The cells of a row of a table, whose code may hold escaped bars."""
-    return len(re.sub(r"\\\|", "", row).strip().strip("|").split("|"))
-
-
-def test_tables_and_lists_are_read_by_github_and_by_the_site():
-    problems = [problem for page in pages() for problem in misread(page)]
-    assert not problems, "\n".join(problems)

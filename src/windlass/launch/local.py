@@ -89,12 +89,6 @@ class Worker:
         lines = self.output.read_text(errors="replace").rstrip().splitlines() if self.output else []
         return "\n".join(lines[-TAIL_LINES:])
 
-    def how_it_ended(self) -> str:
-        if not self.code or self.code > 0:
-            return f"failed with exit code {self.code}" if self.code else "failed"
-        often = " (often by the kernel, out of memory)" if self.code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-self.code).name}{often}"
-
 
 @dataclass
 class Group:
@@ -219,7 +213,13 @@ class Group:
             if self.workers[0].code != first.code:  # else rank 0 has written it to the terminal
                 self.log(first.tail())
             return first.code
-        how = "failed" if first in alive else first.how_it_ended()
+        how = "failed"
+        if first.code and first not in alive:
+            how = f"failed with exit code {first.code}"
+            if first.code < 0:
+                how = f"was killed by {signal.Signals(-first.code).name}"
+            if first.code == -signal.SIGKILL:
+                how += " (often by the kernel, out of memory)"
         self.again = any(self.report("failure", w.rank).get("again") for w in self.workers)
         status = self.report("status", first.rank)
         failure = self.report("failure", first.rank)
