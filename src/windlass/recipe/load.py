@@ -87,11 +87,13 @@ class Recipe(Frozen):
                 if changed:
                     self._written[name] = part
                     self.__dict__[name] = part.model_copy(update=changed)
-        derived = (("optim", "lr", default_lr), ("data", "tokenizer", own_tokenizer))
-        for section, name, default in derived:
+        lr, m = 1e-3, self.model
+        if m.kind == "hf" and not m.from_scratch:
+            lr = 2e-4 if m.lora.rank else 5e-5
+        for section, name in (("optim", "lr"), ("data", "tokenizer")):
             part = getattr(self, section)
             if name not in part.model_fields_set or getattr(part, name) == "auto":
-                value = default(self.model)
+                value = lr if name == "lr" else own_tokenizer(m)
                 for parts in (self.__dict__, self._written):
                     if section in parts:
                         part = parts[section].model_copy(update={name: value})
@@ -313,12 +315,6 @@ def as_recipe(source: Any) -> Recipe:
             advice += ", or use Recipe.from_dict"
         raise UserError(f"{type(source).__name__} is not a recipe: {advice}")
     return recipe
-
-
-def default_lr(model: ModelSettings) -> float:
-    if model.kind == "gpt" or model.from_scratch:
-        return 1e-3
-    return 2e-4 if model.lora.rank else 5e-5
 
 
 def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
