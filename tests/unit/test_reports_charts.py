@@ -79,27 +79,20 @@ def test_a_logged_measure_is_drawn_whatever_its_name(tmp_path):
         assert series.at["tokens"][-1] == 30 * 2048, "the axes are the run's"
 
 
-def styles(figure):
-    lines = [x for x in figure.axes[0].get_lines() if not x.get_label().startswith("_")]
-    return [(line.get_color(), str(line._unscaled_dash_pattern)) for line in lines]
-
-
-def test_many_runs_look_different_and_a_suite_has_a_chart_for_each_measure(tmp_path):
-    runs = [build_run(tmp_path / f"{i:02}", steps=30) for i in range(20)]
+def test_a_suite_of_several_runs_has_a_chart_for_each_measure(tmp_path):
+    runs = [build_run(tmp_path / f"{i:02}", steps=30) for i in range(2)]
     for run in runs:
         line = {"kind": "eval", "step": 0}
         scores = {f"task-{i}/acc": i / 9 for i in range(20)}
         add_lines(run, line | {"suite": "squad", "exact_match": 10.0, "f1": 20.0})
         add_lines(run, line | {"suite": "lm-eval:many"} | scores)
     seen = [RunView(run) for run in runs]
-    found = described(*seen[:2])
+    found = described(*seen)
     titles = [found[f"suite-squad-{name}"].title for name in ("exact-match", "f1")]
     assert titles == ["squad, exact match", "squad, f1"]
     assert [one.y.tolist() for one in found["suite-squad-f1"].series] == [[20.0], [20.0]]
     assert "suite-lm-eval-many" not in described(seen[0]), "a table shows so many scores"
-    lr = described(*seen)["lr"]
-    assert [run["label"] for run in payload(seen, [lr])["runs"]] == [f"{i:02}" for i in range(20)]
-    assert len(set(styles(draw(lr, seen)))) == 20
+    assert [run["label"] for run in payload(seen, [found["lr"]])["runs"]] == ["00", "01"]
     looked = [Series("", np.zeros(1), number=number) for number in range(40)]
     assert len({(one.colour, one.dash) for one in looked}) == 40, "no two of 40 lines are alike"
 

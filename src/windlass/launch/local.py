@@ -111,7 +111,15 @@ class Group:
             while self.received:
                 number = self.received.pop(0)
                 if number == signal.SIGINT and number in self.forwarded:
-                    return self._interrupt()
+                    # A second Ctrl-C ends all ranks, unless rank 0 has just stopped and said so.
+                    status = self.report("status", 0)
+                    self.workers[0].poll()
+                    phase, code = status.get("phase"), self.workers[0].code
+                    self.kill()
+                    if code == errors.STOPPED or phase == processes.STOPPED:
+                        return errors.STOPPED
+                    self.log(f"windlass: {errors.interrupted_twice(status.get('step', 0))}")
+                    return errors.INTERRUPTED
                 self._forward(number)
             ended = [worker for worker in self.workers if worker.poll()]
             first = min(ended, key=lambda worker: worker.end_time, default=None)
@@ -179,17 +187,6 @@ class Group:
         for worker in self.workers:
             if worker.code is None:
                 worker.process.send_signal(number)
-
-    def _interrupt(self) -> int:
-        """End all ranks after a second Ctrl-C, unless rank 0 has just stopped and said so."""
-        status = self.report("status", 0)
-        self.workers[0].poll()
-        stopped = self.workers[0].code == errors.STOPPED or status.get("phase") == processes.STOPPED
-        self.kill()
-        if stopped:
-            return errors.STOPPED
-        self.log(f"windlass: {errors.interrupted_twice(status.get('step', 0))}")
-        return errors.INTERRUPTED
 
     def _fail(self) -> int:
         """End the other ranks after one failed, log which one and why; returns the exit code."""

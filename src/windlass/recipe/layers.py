@@ -215,7 +215,7 @@ def _find(recipe: str | Path) -> Path:
     raise UserError(f"{name} is not a preset; {hint} (or give a path to a .toml)")
 
 
-def layers(recipe: str | Path, overrides: Changes) -> list[dict[str, Any]]:
+def read_layers(recipe: str | Path, overrides: Changes) -> list[dict[str, Any]]:
     """The dotted settings of a recipe's files and of `overrides`; later ones replace earlier."""
     path = _find(recipe)
     preset = path.stem if path.stem != "recipe" else path.resolve().parent.name

@@ -194,8 +194,9 @@ def evaluations(view: RunView) -> list[Table]:
     tables = []
     for suite, track in view.evals.items():
         columns = [column for column in place if track.has(column.name)]
-        for name in sorted(track.measures(), key=lambda name: name == "runtime_s"):
-            columns.append(Column(name, of_eval(name).title, of_eval(name).kind))
+        for name in sorted(track.columns, key=lambda name: name == "runtime_s"):
+            if of_eval(name).role != "place" and track.has(name):
+                columns.append(Column(name, of_eval(name).title, of_eval(name).kind))
         rows = list[list[Any]]()
         for i, line in enumerate(view.numbers.suites[suite]):
             numbers = [(column.name, float(track[column.name][i])) for column in columns]

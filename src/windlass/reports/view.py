@@ -25,7 +25,7 @@ from windlass.recipe.strategies import Sizes
 from windlass.run import STARTS, Line, Run, effective, read_lines, timestamp
 from windlass.study.comparison import validation_data
 from windlass.study.numbers import RunNumbers, Value, number
-from windlass.telemetry.measures import DEVICE, LOSS, of_eval, show
+from windlass.telemetry.measures import DEVICE, LOSS, show
 from windlass.variables import scrub
 
 Numbers = NDArray[np.float64]
@@ -54,10 +54,6 @@ class Track:
 
     def has(self, name: str) -> bool:
         return bool(np.isfinite(self[name]).any())
-
-    def measures(self) -> list[str]:
-        """The columns that measure something, in the order in which they were first written."""
-        return [name for name in self.columns if of_eval(name).role != "place" and self.has(name)]
 
 
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
