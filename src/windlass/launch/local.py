@@ -205,7 +205,16 @@ class Group:
             if killed and self.workers[0].code != errors.STOPPED:  # else rank 0 has logged it
                 self.log(f"windlass: {errors.before_training(signal.Signals(killed[0]).name)}")
             return errors.STOPPED
-        first = self._first_to_fail(alive)
+        # The rank that failed first, even if the launcher ended it; loss of contact comes last.
+        reports = {w.rank: self.report("failure", w.rank) for w in self.workers}
+        secondary = {
+            rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()
+        }
+        failed = [w for w in self.workers if w not in alive and w.code not in GOOD_CODES]
+        if not any(worker.code in FINAL_CODES for worker in failed):
+            failed += [w for w in alive if reports[w.rank] and not secondary[w.rank]]
+        times = {w.rank: min(reports[w.rank].get("time", w.end_time), w.end_time) for w in failed}
+        first = min(failed, key=lambda w: (secondary[w.rank], times[w.rank]))
         if first.code in FINAL_CODES:
             if self.workers[0].code != first.code:  # else rank 0 has written it to the terminal
                 self.log(first.tail())
@@ -217,9 +226,8 @@ class Group:
                 how = f"was killed by {signal.Signals(-first.code).name}"
             if first.code == -signal.SIGKILL:
                 how += " (often by the kernel, out of memory)"
-        self.again = any(self.report("failure", w.rank).get("again") for w in self.workers)
-        status = self.report("status", first.rank)
-        failure = self.report("failure", first.rank)
+        self.again = any(report.get("again") for report in reports.values())
+        status, failure = self.report("status", first.rank), reports[first.rank]
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
         place = f" ({status['place']})" if status.get("place") else ""
         name = f"rank {first.rank}{place} of {self.world} on {socket.gethostname()}"
@@ -246,15 +254,3 @@ class Group:
         for worker in self.workers:
             worker.send(signal.SIGKILL)
         self._settle(KILL_SECONDS)
-
-    def _first_to_fail(self, ended_by_us: Sequence[Worker]) -> Worker:
-        """The rank that failed first, even if the launcher ended it; loss of contact comes last."""
-        reports = {w.rank: self.report("failure", w.rank) for w in self.workers}
-        secondary = {
-            rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()
-        }
-        failed = [w for w in self.workers if w not in ended_by_us and w.code not in GOOD_CODES]
-        if not any(worker.code in FINAL_CODES for worker in failed):
-            failed += [w for w in ended_by_us if reports[w.rank] and not secondary[w.rank]]
-        times = {w.rank: min(reports[w.rank].get("time", w.end_time), w.end_time) for w in failed}
-        return min(failed, key=lambda w: (secondary[w.rank], times[w.rank]))

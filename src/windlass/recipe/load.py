@@ -14,13 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
+import windlass.recipe.layers as layering
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, argument, require
-from windlass.recipe import layers
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.data import DataSettings
 from windlass.recipe.keys import problems_of
-from windlass.recipe.layers import Changes
+from windlass.recipe.layers import RECIPE, Changes
 from windlass.recipe.network import Frozen, ModelSettings, Section
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
@@ -73,7 +73,7 @@ class Recipe(Frozen):
                 part = getattr(self, name)
                 changed = {}
                 for key, value in part:
-                    if (absolute := layers.located(f"{name}.{key}", value, home)) != value:
+                    if (absolute := layering.located(f"{name}.{key}", value, home)) != value:
                         changed[key] = absolute
                 if changed:
                     self._written[name] = part
@@ -95,7 +95,7 @@ class Recipe(Frozen):
     @property
     def home(self) -> Path | None:
         """The directory that relative paths start from; None: the working directory."""
-        return layers.home_of(self.run.base)
+        return layering.home_of(self.run.base)
 
     @property
     def as_written(self) -> Recipe:
@@ -111,8 +111,8 @@ class Recipe(Frozen):
         tree = self.as_written.model_dump(mode="json", by_alias=True, **how)
         new = dict[str, Any]()
         for change in (*changes, values):
-            new |= layers.dotted(change)
-        _put(tree, layers.from_here(new, self.run.base))
+            new |= layering.dotted(change)
+        _put(tree, layering.from_here(new, self.run.base))
         return validate(tree, self.preset)
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Recipe(Frozen):
 
     def flat(self) -> dict[str, Any]:
         """The same, each under its dotted key."""
-        return layers.flatten(self.tree())
+        return layering.flatten(self.tree())
 
     def semantic_settings(self) -> dict[str, Any]:
         """The settings that determine the numbers of a run: all but the NON_SEMANTIC ones."""
@@ -148,7 +148,7 @@ class Recipe(Frozen):
             return True
         # A run's checkpoint has a base, from which the weights beside its adapters come.
         run = Path(model.init_from.partition("@")[0]).expanduser()
-        places = [place for place in (run, path.parent.parent) if (place / layers.RECIPE).is_file()]
+        places = [place for place in (run, path.parent.parent) if (place / RECIPE).is_file()]
         return any(Recipe.load(place).refers_to_base for place in places)
 
     @property
@@ -272,18 +272,20 @@ class Recipe(Frozen):
             UserError: Every problem of the recipe, each with its key.
         """
         tree: dict[str, Any] = {}
-        for layer in layers.read_layers(recipe, overrides):
+        for layer in layering.read_layers(recipe, overrides):
             base = str(tree["run"].get("base", "")) if isinstance(tree.get("run"), dict) else ""
-            _put(tree, layers.from_here(layer, base))
+            _put(tree, layering.from_here(layer, base))
         return validate(tree, str(recipe))
 
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Recipe:
         """A recipe from a file's settings, nested or dotted, perhaps with `extends`."""
-        changes = {key: value for key, value in layers.dotted(settings).items() if key != "extends"}
+        changes = {
+            key: value for key, value in layering.dotted(settings).items() if key != "extends"
+        }
         if "extends" in settings:
             return Recipe.load(settings["extends"], changes)
-        layers.check_preset(changes, "from_dict")
+        layering.check_preset(changes, "from_dict")
         tree = dict[str, Any]()
         _put(tree, changes)
         return validate(tree, str(changes.get("preset", "custom")))
@@ -294,7 +296,7 @@ def _put(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     changes no section."""
     sections = {key for key, value in changes.items() if value == {}}
     sections -= settings().keys() if sections else set()
-    layers.merge(tree, {key: value for key, value in changes.items() if key not in sections})
+    layering.merge(tree, {key: value for key, value in changes.items() if key not in sections})
 
 
 def as_recipe(source: Any) -> Recipe:
@@ -317,16 +319,16 @@ def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
     runs = (path, path.parent.parent) if origin else ()  # a run, or a checkpoint in one
     for run in runs:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            file = run / layers.RECIPE
+            file = run / RECIPE
             saved = run / "tokenizer"
-            recipe = layers.recorded(file) or tomllib.loads(file.read_text(encoding="utf-8"))
+            recipe = layering.recorded(file) or tomllib.loads(file.read_text(encoding="utf-8"))
             name = str(recipe["data"]["tokenizer"])
             # trained on the corpus, or with more tokens than the named one
             if name in ("bpe", "char") or recipe["data"].get("add_tokens"):
                 return f"hf:{saved}"
             if name != "byte" or saved.is_dir():  # a run of own data without text has none
-                home = layers.home_of(recipe.get("run", {}).get("base", "")) or Path()
-                return str(layers.located("data.tokenizer", name, home))
+                home = layering.home_of(recipe.get("run", {}).get("base", "")) or Path()
+                return str(layering.located("data.tokenizer", name, home))
     files = ("tokenizer.json", "tokenizer_config.json")
     if origin and any((path / name).is_file() for name in files):
         return f"hf:{path}"

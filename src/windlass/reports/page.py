@@ -21,19 +21,13 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from windlass import __version__
+from windlass.reports import study as studies
 from windlass.reports import tables
 from windlass.reports.answers import head_of
 from windlass.reports.charts import AXES, Chart, charts
 from windlass.reports.law import LawView, ladder_view, prediction_view
 from windlass.reports.published import published
-from windlass.reports.study import (
-    StudyView,
-    cell_table,
-    scaling_charts,
-    seed_table,
-    setup_table,
-    sweep_charts,
-)
+from windlass.reports.study import StudyView
 from windlass.reports.tables import Table
 from windlass.reports.view import RunView
 from windlass.study.grid import SEED
@@ -76,14 +70,14 @@ class Contents:
         self.winner_title = "The best"
         shown = list[Table]()  # in the order of report.md
         if study and study.study.scaling:
-            self.scaled = setup_table(study.study, study.setups)
-            self.study_charts = scaling_charts(study.study.scaling, study.setups)
+            self.scaled = studies.setup_table(study.study, study.setups)
+            self.study_charts = studies.scaling_charts(study.study.scaling, study.setups)
             self.winner_title = "The recommended setup"
             shown.append(self.scaled)
         elif study and study.study.kind == "ladder":
             self.law = ladder_view(study.study)
         elif study:
-            self.study_charts = sweep_charts(study)
+            self.study_charts = studies.sweep_charts(study)
         elif law:
             self.law = prediction_view(law, [view.run for view in views])
         if self.law:
@@ -98,9 +92,9 @@ class Contents:
             shown.append(tables.results(views[0], brief=True))
         else:
             self.results = tables.comparison(views, self.settings)
-            shown.append(cell_table(study) if study else self.results)
+            shown.append(studies.cell_table(study) if study else self.results)
             if study and SEED in study.study.keys:
-                shown.append(seed_table(study))
+                shown.append(studies.seed_table(study))
         if len(self.time.columns) > 1:
             shown.append(self.time)
         self.tables = {table.name: table for table in [*shown, *self.evaluations]}  # for people
