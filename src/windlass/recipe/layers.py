@@ -218,7 +218,8 @@ def _find(recipe: str | Path) -> Path:
 def read_layers(recipe: str | Path, overrides: Changes) -> list[dict[str, Any]]:
     """The dotted settings of a recipe's files and of `overrides`; later ones replace earlier."""
     path = _find(recipe)
-    preset = path.stem if path.stem != "recipe" else path.resolve().parent.name
+    stem = path.stem if path.stem != "recipe" else path.resolve().parent.name
+    preset = re.sub("[^A-Za-z0-9._+-]", "-", stem)  # a part of the run's name
     files = _files(path)
     if path.name == RECIPE and any((path.parent / name).is_file() for name in RUN_FILES):
         files.append({"run.dir": str(path.parent)})
