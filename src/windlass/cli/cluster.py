@@ -232,15 +232,15 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     names = [f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]]
     products = []
     for r in done.ranks:
-        products.append([str(r[place]) for place in places])
-        products[-1] += [f"{speed:.3g}" for speed in r["tflops"].values()]
+        speeds = [f"{speed:.3g}" for speed in r["tflops"].values()]
+        products.append([*(str(r[place]) for place in places), *speeds])
     print_table([*places, *names], products)
     if done.rates:
         typer.echo("\nCollectives: GB/s by the formulas of nccl-tests, medians of the slowest rank")
         rates = []
         for r in done.rates:
-            speeds = (f"{1e6 * r['seconds']:,.0f}", f"{r['algbw']:.3g}", f"{r['busbw']:.3g}")
-            rates.append((r["group"], r["collective"], f"{r['size']:,}", *speeds))
+            numbers = (f"{1e6 * r['seconds']:,.0f}", f"{r['algbw']:.3g}", f"{r['busbw']:.3g}")
+            rates.append((r["group"], r["collective"], f"{r['size']:,}", *numbers))
         print_table(["group", "collective", "bytes", "us", "algbw", "busbw"], rates)
     measured = "not measured: one rank" if done.busbw is None else f"{done.busbw:.3g} GB/s"
     required = f"; required: {min_busbw:g}" if min_busbw else ""

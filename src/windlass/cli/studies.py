@@ -89,18 +89,9 @@ def sweep(
     if create:
         return show_created(studies.create_sweep(recipe, axes or (), set_, dir_, world))
     number = only if only >= 0 else None
-    study = studies.sweep(
-        recipe,
-        axes or (),
-        set_,
-        path=dir_,
-        world=world,
-        workers=workers,
-        only=number,
-        launch=launch,
-        retry_failed=retry_failed,
-        progress=progress,
-    )
+    how: dict[str, Any] = {"world": world, "workers": workers, "only": number, "launch": launch}
+    how |= {"retry_failed": retry_failed, "progress": progress}
+    study = studies.sweep(recipe, axes or (), set_, path=dir_, **how)
     if json_:
         print_json([result.row() for result in study.results()])
     progress.show_end(study)
@@ -176,18 +167,10 @@ def scale(
         remedy = f"leave {' '.join(overrides)} out, or add --worlds"
         raise UserError(f"{recipe} is a study, whose cells have their settings: {remedy}")
     progress = Progress(sys.stderr if json_ else sys.stdout)
-    study = studies.scale(
-        recipe,
-        whole_numbers("worlds", worlds),
-        overrides,
-        mode=mode,
-        grow=grow,
-        nodes=whole_numbers("nodes", nodes),
-        path=dir_,
-        probes=not no_probe,
-        retry_failed=retry_failed,
-        progress=progress,
-    )
+    numbers, hosts = whole_numbers("worlds", worlds), whole_numbers("nodes", nodes)
+    how: dict[str, Any] = {"mode": mode, "grow": grow, "nodes": hosts, "probes": not no_probe}
+    how |= {"path": dir_, "retry_failed": retry_failed, "progress": progress}
+    study = studies.scale(recipe, numbers, overrides, **how)
     _show_setups(study, progress, json_)
     if study.over_hosts:  # jobs train its cells
         progress.notify(f"`windlass submit {shlex.quote(str(study.path))}` trains the open cells")
