@@ -1,6 +1,4 @@
-"""The pages of the documentation as tests read them: blocks, commands, links, and what a command
-line means.
-"""
+"""The pages of the documentation as tests read them: blocks, and what a command line means."""
 
 import contextlib
 import io
@@ -41,14 +39,11 @@ def pages() -> list[Path]:
 
 
 def name_of(page: Path) -> str:
-    """A page's path in the repository."""
     return page.relative_to(ROOT).as_posix()
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
-
     page: str
     line: int  # of the opening fence
     language: str
@@ -63,14 +58,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line of a page that has `windlass` in it."""
-
     page: str
     line: int
     text: str  # with continued lines joined, without a prompt
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}: {self.text}"
 
     def parts(self) -> list[list[str]]:
         """The words of each command between `&&`, `|` and the like, without comments; a file that
@@ -90,7 +80,6 @@ class Command:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     for match in FENCE.finditer(text):
         line = text.count("\n", 0, match.start()) + 1

@@ -86,15 +86,12 @@ def tiny_recipe(corpus: Path, run: Path, **settings: Any) -> Recipe:
 
 def write_corpus(path: Path, words: int = 8000, seed: int = 0) -> Path:
     """A text of common words in random order, the same for the same seed: learnable, and nobody's."""
-    rng = random.Random(seed)
-    lexicon = (
-        "the of and a to in is was he for it with as his on be at by had not are but from or have "
-        "an they which one you"
-    ).split()
-    lines = [
-        " ".join(rng.choice(lexicon) for _ in range(rng.randint(4, 12))) + "."
-        for _ in range(words // 8)
-    ]
+    rng, lines = random.Random(seed), list[str]()
+    lexicon = "the of and a to in is was he for it with as his on be at by had not are but from or "
+    lexicon += "have an they which one you"
+    for _ in range(words // 8):
+        chosen = [rng.choice(lexicon.split()) for _ in range(rng.randint(4, 12))]
+        lines.append(" ".join(chosen) + ".")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -150,9 +147,7 @@ def programs(folder: Path, patch: pytest.MonkeyPatch, **scripts: str) -> None:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for a process: `T` is suspended, `Z` ended but not yet collected; empty
-    if it is gone.
-    """
+    """The kernel's letter for a process: `T`: suspended, `Z`: ended; empty: gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

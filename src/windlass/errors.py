@@ -101,11 +101,6 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}"
 
 
-def is_utf8(text: str) -> bool:
-    """Whether a name is UTF-8, as TOML and JSON are; the names of files may be other bytes."""
-    return text == text.encode("utf-8", "replace").decode()
-
-
 def plural(count: int, noun: str) -> str:
     """A count and its noun: `1 step`, `1,200 steps`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -1,4 +1,4 @@
-"""Durable file operations, the atomic writer, the lock, and readers and writers of JSON.
+"""Durable file operations, the atomic writer, the lock, and JSON files.
 
 A save changes the disk through one `Files` object, so that a test can stop, fail or kill the
 process at each operation. As in POSIX, the bytes of a file are on the disk after its `fsync`, and a
@@ -156,19 +156,14 @@ class Files:
                 self.remove_tree(entry)
         self.remove_dir(path)
 
-    def sync_dir(self, path: Path) -> None:
-        """Return when the directory's entries (new files, new names) are on the disk."""
-        self.about_to("fsync_dir", path)
-        self._fsync(path)
-
     def sync_tree(self, path: Path) -> None:
         """Return when everything under a directory is on the disk."""
         for entry in (*path.rglob("*"), path):
-            self.about_to("fsync_dir" if entry.is_dir() else "fsync", entry)
-            self._fsync(entry)
+            self.sync_dir(entry)
 
-    @staticmethod
-    def _fsync(path: Path) -> None:
+    def sync_dir(self, path: Path) -> None:
+        """Return when a directory's entries (new files, new names) are on the disk."""
+        self.about_to("fsync_dir", path)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -280,19 +275,6 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         return value if isinstance(value, dict) else {}
     return {}
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file, without torn lines; a missing file has none."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return
-    for line in text.split("\n"):
-        with contextlib.suppress(ValueError):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                yield value
 
 
 def to_json(value: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError, require
-from windlass.fileio import lock_held, read_json, read_jsonl
+from windlass.fileio import lock_held, read_json
 from windlass.recipe import Recipe
 from windlass.recipe.layers import RECIPE, recorded
 
@@ -42,9 +43,13 @@ def timestamp(line: Line) -> float:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """All whole lines of a ledger, decoded."""
-    lines = read_jsonl(path)
-    return (decode(x) for x in lines if "kind" in x and isinstance(x.get("step"), int))
+    """All whole lines of a ledger, decoded; none without the file."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.split("\n"):
+        with contextlib.suppress(ValueError):
+            x = json.loads(line)
+            if isinstance(x, dict) and "kind" in x and isinstance(x.get("step"), int):
+                yield decode(x)
 
 
 def effective(lines: Iterable[Line]) -> list[Line]:

@@ -2,20 +2,21 @@
 a lost node, a cancel.
 """
 
+import ast
 import contextlib
+import shlex
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from launching import DDP, LONG, TRAIN, assert_same, launched
-from slurm_cluster import Cluster, log_of
+from slurm_cluster import NODES, Cluster, log_of
 
 from helpers import wait_for
 from windlass.fileio import read_json
-from windlass.launch.batch import cancel
 from windlass.launch.job import Job, Site
-from windlass.launch.submit import Resources, submit
+from windlass.launch.submit import Resources, cancel, submit
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.study.jobs import submit_study
@@ -23,6 +24,30 @@ from windlass.study.study import Study
 
 pytestmark = pytest.mark.dist
 SUBMIT = [sys.executable, "-m", "windlass", "submit"]
+SHOW = """from dataclasses import asdict; from windlass.parallel.env import detect_env
+print(asdict(detect_env()))"""
+
+
+def test_who_is_a_rank(cluster: Cluster, tmp_path):
+    """The tasks of srun are; the shell of the batch job, with the same job's variables, is not."""
+    show = shlex.join([sys.executable, "-c", SHOW])
+    lines = ["echo $SLURM_PROCID of $SLURM_NTASKS", show, f"srun {show}", f"srun -n1 -N1 {show}"]
+    options = ("--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/job-%j.out")
+    script = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), *lines, ""]
+    (tmp_path / "job.sh").write_text("\n".join(script))
+    job = cluster.submit(tmp_path / "job.sh")
+    assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.logs()
+    first, *lines = (tmp_path / f"job-{job}.out").read_text().splitlines()
+    # srun may say that it waits
+    shell, *ranks, alone = (ast.literal_eval(line) for line in lines if line.startswith("{"))
+    assert first == "0 of 2", "the batch shell has the variables of a rank"
+    assert (shell["world"], shell["launcher"]) == (alone["world"], alone["launcher"]) == (1, "none")
+    keys = ("rank", "world", "local_rank", "local_world", "node", "nodes", "launcher", "addr")
+    assert sorted([one[key] for key in keys] for one in ranks) == [
+        [0, 2, 0, 1, 0, 2, "slurm", NODES[0]],
+        [1, 2, 0, 1, 1, 2, "slurm", NODES[0]],
+    ]
+    assert ranks[0]["port"] == ranks[1]["port"] > 0
 
 
 def submitted(cluster: Cluster, run: Path, settings: list[str], *options: str) -> str:

@@ -76,7 +76,7 @@ def test_every_command_of_a_tutorial_runs(name, tmp_path, monkeypatch, capfd):
             monkeypatch.setattr(sys, "argv", ["windlass", *words])
             with forked.forking(), pytest.raises(SystemExit) as ended:
                 main(words)
-            assert ended.value.code == 0, (command, capfd.readouterr())
+            assert ended.value.code == 0, (command.text, capfd.readouterr())
     files, printed = TUTORIALS[name]
     assert not [pattern for pattern in files if not glob.glob(pattern)]
     output = capfd.readouterr().out

@@ -88,9 +88,8 @@ class Opened:
 
     def curves(self, chart, kind=".curve"):
         drawn = "nodes => nodes.map(n => n.getAttribute('d') || n.tagName)"
-        return self.page.eval_on_selector_all(
-            f'figure[data-chart="{chart}"] .plot svg {kind}', drawn
-        )
+        selector = f'figure[data-chart="{chart}"] .plot svg {kind}'
+        return self.page.eval_on_selector_all(selector, drawn)
 
     def drag(self, chart, start, stop):
         plot = self.page.locator(f'figure[data-chart="{chart}"] .plot')
@@ -225,10 +224,8 @@ def test_a_study_on_a_phone(browser, reports):
         box.evaluate("x => x.scrollLeft = 100")
         assert page.locator(f"{cell} td >> nth=1").bounding_box()["x"] == state - 100
         assert page.locator(f"{cell} th").bounding_box()["x"] == pytest.approx(before, abs=4)
-        assert page.locator("#settings thead >> nth=0").locator("th").all_inner_texts() == [
-            "Setting",
-            "Value",
-        ]
+        heads = page.locator("#settings thead >> nth=0").locator("th").all_inner_texts()
+        assert heads == ["Setting", "Value"]
         link = page.get_attribute(f"{cell} a", "href")
     with Opened(browser, reports["study"].parent / unquote(link)) as opened:
         assert opened.page.inner_text("h1") == "lr=0.01 kind=cosine seed=2"
@@ -251,29 +248,21 @@ def test_runs_are_hidden_and_shown_samples_and_tables_follow_their_controls(brow
 
 def test_the_keyboard_reaches_everything_and_reads_a_chart(opened):
     page, (steps, losses) = opened.page, opened.data("loss")
-
-    def focused():
-        return page.evaluate(
-            "document.activeElement.getAttribute('aria-label') || document.activeElement.textContent"
-        )
-
-    order = []
+    order, now = [], "document.activeElement"
     for _ in range(60):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement === document.body"):
+        if page.evaluate(f"{now} === document.body"):
             break  # past the last one
-        order.append(focused())
-        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+        order.append(page.evaluate(f"{now}.getAttribute('aria-label') || {now}.textContent"))
+        assert page.evaluate(f"getComputedStyle({now}).outlineStyle") != "none"
     expected = ["Skip to the content", "Curves", "Settings", "Steps", "Log loss"]
     expected += ["Points of Loss", "Points of Learning rate"]
     assert [name for name in order if name in expected] == expected
     handle = page.locator('figure[data-chart="loss"] .handle')
     handle.focus()
     page.keyboard.press("Home")
-    assert (handle.get_attribute("aria-valuenow"), handle.get_attribute("aria-valuemax")) == (
-        "0",
-        "39",
-    )
+    ends = [handle.get_attribute(f"aria-value{name}") for name in ("now", "max")]
+    assert ends == ["0", "39"]
     for place, key in ((1, "ArrowRight"), (2, "ArrowRight"), (1, "ArrowLeft"), (39, "End")):
         page.keyboard.press(key)
         text = handle.get_attribute("aria-valuetext")

@@ -1,6 +1,4 @@
-"""Run directories as a training leaves them, made up without training: for the tests of what reads
-runs.
-"""
+"""Run directories as a training leaves them, made up without training."""
 
 import copy
 import json

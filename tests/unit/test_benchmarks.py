@@ -55,13 +55,6 @@ def test_the_speed_is_without_the_warm_up(peers):
     assert peers.nanogpt_seconds(text) == [5.0, 0.25]
 
 
-def test_the_command_line_names_every_comparison(peers, capsys):
-    assert peers.parse(["tokenize", "--quick"]).megabytes == 4
-    with pytest.raises(SystemExit):
-        peers.parse(["fast"])
-    assert "generate" in capsys.readouterr().err
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setenv("DEVICE", "cpu")

@@ -135,13 +135,9 @@ def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypat
     rows = {row["run"]: row for row in json.loads(call("runs", "--json").stdout)}
 
     def seconds(run):  # by hand: the last stamp of each attempt
-        lines = [
-            json.loads(x)
-            for x in (run / "metrics.jsonl").read_text().splitlines()
-            if x.endswith("}")
-        ]
-        last = {x["attempt"]: sum(x["seconds"].values()) for x in lines if "seconds" in x}
-        return sum(last.values())
+        whole = [x for x in (run / "metrics.jsonl").read_text().splitlines() if x.endswith("}")]
+        stamped = [x for x in map(json.loads, whole) if "seconds" in x]
+        return sum({x["attempt"]: sum(x["seconds"].values()) for x in stamped}.values())
 
     cell = seconds(study.run_of(study.cells[0]).path)
     expected = {
@@ -150,14 +146,8 @@ def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypat
         "study": 2 * 4 * cell / 3600,
     }
     assert {name: row["device_hours"] for name, row in rows.items()} == pytest.approx(expected)
-    assert [rows[name]["gpu_hours"] for name in expected] == [
-        None,
-        None,
-        pytest.approx(expected["study"]),
-    ]
-    table = call("runs").stdout.splitlines()
+    hours = pytest.approx(expected["study"])
+    assert [rows[name]["gpu_hours"] for name in expected] == [None, None, hours]
     cpus = expected["killed"] + expected["plain"]
-    assert (
-        table[-1]
-        == f"in all: {expected['study']:.3f} GPU hours and {cpus:.3f} device-hours on CPUs"
-    )
+    line = f"in all: {expected['study']:.3f} GPU hours and {cpus:.3f} device-hours on CPUs"
+    assert call("runs").stdout.splitlines()[-1] == line

@@ -13,9 +13,6 @@ import pytest
 from helpers import command, programs, refused, windlass
 from windlass.launch import allocation
 from windlass.launch.allocation import (
-    free_port,
-    has_openmpi,
-    job_variables,
     launch_command,
     launch_in_job,
     load_job,
@@ -31,20 +28,14 @@ SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]"}
 SLURM |= {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("a,b-1,c", ["a", "b-1", "c"]),
-        ("n[08-10,12],gpu07", ["n08", "n09", "n10", "n12", "gpu07"]),
-        ("r[1-2]n[01-02]x", ["r1n01x", "r1n02x", "r2n01x", "r2n02x"]),
-        ("h[9-10].site.org", ["h9.site.org", "h10.site.org"]),
-    ],
-)
-def test_slurms_short_host_lists(text, hosts):
-    assert list(expand_hosts(text)) == hosts
-
-
-def test_slurms_counts_and_a_bad_list():
+def test_slurms_short_lists():
+    for text, hosts in (
+        ("a,b-1,c", "a b-1 c"),
+        ("n[08-10,12],gpu07", "n08 n09 n10 n12 gpu07"),
+        ("r[1-2]n[01-02]x", "r1n01x r1n02x r2n01x r2n02x"),
+        ("h[9-10].site.org", "h9.site.org h10.site.org"),
+    ):
+        assert list(expand_hosts(text)) == hosts.split()
     assert expand_counts("4(x2),1") == (4, 4, 1)
     with refused("n[a-b]"):
         expand_hosts("n[a-b]")
@@ -87,30 +78,14 @@ def test_mpiexec(openmpi, options):
     even = Allocation("pbs", "7", ("a", "b"), (4, 4), "F")
     words = launch_command(even, ["x"], openmpi, environ)
     assert words == f"mpiexec -n 8 {options} --hostfile F x".split()
-    uneven = launch_command(Allocation("pbs", "7", ("a", "b"), (4, 1), "F"), ["x"], openmpi)
+    uneven = launch_command(Allocation("pbs", "7", ("a", "b"), (4, 1), "F"), ["x"], openmpi, {})
     unbound = "--bind-to none " if openmpi else ""
     assert uneven == f"mpiexec -n 5 {unbound}--hostfile F x".split()
 
 
-@pytest.mark.parametrize(
-    ("version", "openmpi"),
-    [("mpiexec (OpenRTE) 4.1.4", True), ("HYDRA build details:", False), ("PALS 1.2", False)],
-)
-def test_which_mpiexec_this_machine_has(tmp_path, monkeypatch, version, openmpi):
-    programs(tmp_path, monkeypatch, mpiexec=f"echo '{version}'")
-    assert has_openmpi(needed=True) == openmpi
-
-
-def test_a_free_port_where_rank_0_is():
-    port = free_port("127.0.0.1")
-    with socket.create_server(("127.0.0.1", port)):
-        assert port > 0 and free_port("127.0.0.1") != port
-    assert free_port("192.0.2.1") == free_port("no.such.host.invalid") == 0
-
-
 def test_srun():
     slurm = read_allocation(SLURM, 0)
-    words = launch_command(slurm, ["x", "-y"])
+    words = launch_command(slurm, ["x", "-y"], False, {})
     expected = "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=0".split()
     assert words[:5] == expected and words[-2:] == ["x", "-y"]
     words = launch_command(slurm, ["x"], False, {"SLURM_CPUS_PER_TASK": "3"}, "--exact -l")
@@ -171,14 +146,22 @@ echo '{"secondary": true, "lost": false}' >$WINDLASS_REPORTS/failure-0.json
     assert named == ([left_out] if left_out else [])
 
 
-def test_the_tables_of_launch(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        ("mpiexec (OpenRTE) 4.1.4", "--bind-to none --map-by ppr:4:node -x"),
+        ("HYDRA build details:", "-ppn 4 --hostfile"),
+        ("PALS 1.2", "-ppn 4 --hostfile"),
+    ],
+)
+def test_the_tables_of_launch(tmp_path, monkeypatch, version, options):
     """8 ranks on two hosts of PBS; stdout holds the command alone."""
     (tmp_path / "nodes").write_text("x1\n" * 4 + "x2\n" * 4)
-    programs(tmp_path, monkeypatch, mpiexec="echo HYDRA")
+    programs(tmp_path, monkeypatch, mpiexec=f"echo '{version}'")
     job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
     done = windlass("launch", "--print", "--", "python", "train.py", cwd=tmp_path, env=job)
-    wanted = f"mpiexec -n 8 -ppn 4 --hostfile {tmp_path}/nodes python train.py"
-    assert done.stdout.strip() == wanted
+    assert done.stdout.startswith(f"mpiexec -n 8 {options} ")
+    assert done.stdout.endswith(f" --hostfile {tmp_path}/nodes python train.py\n")
     rows = [line.split() for line in done.stderr.splitlines()]
     assert ["x1", "4", "0-3"] in rows and ["x2", "4", "4-7"] in rows and ["world", "8"] in rows
     assert ["host", "file", str(tmp_path / "nodes")] in rows and ["launcher", "mpiexec"] in rows
@@ -197,7 +180,8 @@ def test_a_second_shell_gets_the_jobs_variables(pbs, tmp_path):
     """An allow-list: nothing of one task, no secret; the host file even if only another host has it."""
     others = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "1", "SLURM_JWT": "x", "PBS_JOBCOOKIE": "x"}
     environ = {**pbs, **SLURM, **others, "HF_TOKEN": "x", "PATH": "/bin"}
-    assert job_variables(environ).keys() == {*pbs, *SLURM}
+    save_job(environ, tmp_path / "slurm")
+    assert load_job(tmp_path / "slurm", "n1").keys() == {*pbs, *SLURM}
     store = tmp_path / "jobs"
     path = save_job(pbs | {"PBS_QUEUE": "a'b"}, store)
     assert path.stat().st_mode & 0o077 == 0 or store.stat().st_mode & 0o077 == 0

@@ -14,9 +14,7 @@ from windlass.estimate.step import Collective
 from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import Ranks
 from windlass.preflight import check as preflight
-from windlass.preflight import findings
-from windlass.preflight.check import PROBE_BYTES, Check, probe_disks, slowest
-from windlass.preflight.findings import Finding, findings_of
+from windlass.preflight.check import PROBE_BYTES, Check, Finding, findings_of, probe_disks, slowest
 from windlass.recipe import Recipe
 
 V100, H200, ARCHS = (7, 0), (9, 0), ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -32,40 +30,27 @@ def test_bytes_on_the_bus_as_nccl_tests_has_them():
 
 def gpu(capability, archs, cuda="12.8"):
     facts = {"name": "X", "capability": capability, "built_for": archs, "torch": "2.13.0"}
-    return next(findings.gpu(facts | {"cuda": cuda, "free_gb": 1, "total_gb": 2}))
+    return next(preflight.gpu(facts | {"cuda": cuda, "free_gb": 1, "total_gb": 2}))
 
 
-def test_a_v100_needs_another_wheel():
+def test_which_devices_torch_has_code_for():
+    """A V100 needs another wheel. A device runs code for an earlier minor number and compiles
+    earlier PTX; CUDA 12.6 does not help a K80."""
     found = gpu(V100, ARCHS)
     assert found.status == "problem"
     assert all(word in found.text for word in ("sm_70", "sm_75", "12.8"))
     assert "CUDA 12.6" in found.advice and "cu126" in found.advice
     assert gpu(V100, ["sm_70", *ARCHS], "12.6").status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("capability", "archs", "status"),
-    [
+    for capability, archs, status in (
         (H200, ARCHS, "ok"),
         ((8, 9), ARCHS, "ok"),
         ((8, 0), ["sm_86"], "problem"),
         ((12, 1), ["sm_90", "compute_90"], "ok"),
         ((3, 7), ARCHS, "problem"),
         (H200, ["sm_90a"], "ok"),
-    ],
-)
-def test_other_devices(capability, archs, status):
-    """A device runs code for an earlier minor number and compiles earlier PTX; CUDA 12.6 does not
-    help a K80."""
-    found = gpu(capability, archs)
-    assert found.status == status and "12.6" not in found.advice
-
-
-def test_each_host_has_findings_of_its_own():
-    ranks = Ranks(DistEnv(), torch.device("cpu"))
-    facts = {**preflight.facts_of_rank(ranks), "disks": {}, "tflops": {}}
-    hosts = [{"rank": n, "node": n, "host": f"n{n}"} for n in (0, 1)]
-    assert {"CUDA (n0)", "CUDA (n1)"} <= {f.name for f in findings_of([facts | h for h in hosts])}
+    ):
+        found = gpu(capability, archs)
+        assert found.status == status and "12.6" not in found.advice
 
 
 @pytest.mark.parametrize(
@@ -95,28 +80,31 @@ def test_the_largest_message(monkeypatch, device, gate, free, largest):
 )
 def test_disks(name, free_gb, shared, nodes, status):
     disk = {"path": "/x", "free_gb": free_gb, "write_mb_s": 900, "shared": True, "error": ""}
-    found = findings.disk(name, [("a", disk), ("b", disk | {"shared": shared})], nodes)
+    found = preflight.disk(name, [("a", disk), ("b", disk | {"shared": shared})], nodes)
     assert found.status == status
     assert ("windlass prepare" in found.advice) == (name == "data directory")
-    broken = findings.disk(name, [("a", disk), ("b", disk | {"error": "read-only"})], nodes)
+    broken = preflight.disk(name, [("a", disk), ("b", disk | {"error": "read-only"})], nodes)
     assert broken.status == "problem" and "read-only on b" in broken.text
 
 
 def test_limits_and_what_must_be_the_same():
-    assert [f.status for f in findings.limits(0.06, 1024)] == ["warning", "warning"]
-    assert [f.status for f in findings.limits(None, 65536)] == ["ok"]
-    differ = findings.same("torch", {0: "2.13", 1: "2.13", 2: "2.11"}, {0: "a", 1: "a", 2: "b"})
+    facts = {"cuda": "", "cuda_available": False, "shm_gb": 0.06, "files": 1024}
+    assert [f.status for f in preflight.host(facts)] == ["ok", "warning", "warning"]
+    ample = facts | {"shm_gb": None, "files": 65536}
+    assert [f.status for f in preflight.host(ample)] == ["ok", "ok"]
+    ranks = Ranks(DistEnv(), torch.device("cpu"))
+    facts = {**preflight.facts_of_rank(ranks), "disks": {}, "tflops": {}}
+    hosts = [{"rank": n, "node": n, "host": f"n{n}"} for n in (0, 1)]
+    assert {"CUDA (n0)", "CUDA (n1)"} <= {f.name for f in findings_of([facts | h for h in hosts])}
+    differ = preflight.same("torch", {0: "2.13", 1: "2.13", 2: "2.11"}, {0: "a", 1: "a", 2: "b"})
     assert differ.status == "problem" and "2.13 on a" in differ.text and "2.11 on b" in differ.text
 
 
-def test_the_slowest_rank_counts():
+def test_the_slowest_rank_counts_and_the_exit_codes():
     row = {"group": "all ranks", "collective": "all_reduce", "size": 4}
     rates = [row | {"busbw": bus, "seconds": 1 / bus} for bus in (9.0, 3.0, 5.0)]
     other = row | {"size": 8, "busbw": 7.0}
     assert slowest([*rates, other]) == [rates[1], other]
-
-
-def test_exit_codes():
     assert Check([Finding("x", "y", "problem")], [], [], 9.0).exit_code() == 1
     assert Check([], [], [], None).exit_code() == 0
     assert [Check([], [], [], busbw).exit_code(5.0) for busbw in (None, 4.9, 5.0)] == [44, 46, 0]
@@ -164,7 +152,7 @@ def test_one_rank_of_each_host_measures_the_disk(tmp_path, monkeypatch):
         ranks = Ranks(DistEnv(local_rank=local_rank), torch.device("cpu"))
         disks.append(probe_disks(ranks, recipe)["run directory"])
     assert written == [PROBE_BYTES] * 2, "rank 0, in both directories"
-    found = findings.disk("run directory", [("a", disk) for disk in disks], 1)
+    found = preflight.disk("run directory", [("a", disk) for disk in disks], 1)
     assert f"{disks[0]['write_mb_s']:,.0f} MB/s" in found.text and disks[0]["shared"]
 
 

@@ -92,46 +92,30 @@ FOUR = ["GPU-aaaa", "GPU-bbbb", "GPU-bcbc", "GPU-dddd"]
 
 
 @pytest.mark.parametrize(
-    ("variable", "seen"),
+    ("variable", "seen", "first"),
     [
-        (None, ["0", "1", "2", "3"]),
-        ("", []),
-        ("-1", []),
-        ("2,0", ["2", "0"]),
-        ("0,-1,1", ["0"]),
-        ("1,9,2", ["1"]),
-        ("NoDevFiles", []),
-        ("GPU-dddd,GPU-aa", ["GPU-dddd", "GPU-aa"]),
-        ("MIG-1,MIG-2", ["MIG-1"]),
+        (None, ["0", "1", "2", "3"], "NVIDIA 0"),
+        ("", [], "CPU"),
+        ("-1", [], "CPU"),
+        ("2,0", ["2", "0"], "NVIDIA 2"),
+        ("0,-1,1", ["0"], "NVIDIA 0"),
+        ("1,9,2", ["1"], "NVIDIA 1"),
+        ("NoDevFiles", [], "CPU"),
+        ("GPU-dddd,GPU-aa", ["GPU-dddd", "GPU-aa"], "NVIDIA 3"),
+        ("MIG-2,MIG-1", ["MIG-2"], "NVIDIA MIG-2"),
     ],
 )
-def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, seen) -> None:
+def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, seen, first) -> None:
     """As CUDA reads its variable: an entry that is not a device ends the list; a process gets one
-    MIG instance.
+    MIG instance. A plan is for the first GPU.
     """
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert visible_gpus() == seen
-
-
-@pytest.mark.parametrize(
-    ("variable", "name"),
-    [
-        ("2,0", "NVIDIA 2"),
-        ("GPU-dddd", "NVIDIA 3"),
-        ("MIG-2", "NVIDIA MIG-2"),
-        ("-1", "CPU"),
-    ],
-)
-def test_a_plan_is_for_the_first_gpu_that_is_visible(monkeypatch, variable, name) -> None:
-    """NVML's index 0 is another GPU where the variable leaves that one out."""
     from windlass.estimate.devices import this_device
 
     monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR, ["MIG-1", "MIG-2"]))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert this_device().name == name
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert visible_gpus() == seen and this_device().name == first
 
 
 def test_no_process_imports_files_of_the_working_directory(tmp_path):

@@ -23,7 +23,6 @@ from windlass.recipe import (
 from windlass.recipe.explain import explain
 from windlass.recipe.keys import other_tools, values
 from windlass.recipe.layers import located
-from windlass.recipe.strategies import Sizes
 from windlass.recipe.units import epochs_in
 
 SUITES = 'eval.suites=["loss","squad"]'
@@ -89,25 +88,16 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
     assert text.startswith((f"write {ours}", f"did you mean {ours}?")), text
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
+def test_what_windlass_does_not_have_is_said_and_where_nothing_is_sure_no_key_is_suggested():
+    for key, words in (
         ("rl", ["Windlass does not have it", "reinforcement", "DPO"]),
         ("train.ema_decay", ["train.average"]),
         ("train.backend", ["parallel.strategy=ddp", "NCCL"]),
-    ],
-)
-def test_what_windlass_does_not_have_is_said_with_what_comes_nearest(key, words):
-    text = problems(f"{key}=1")[key]
-    assert all(word in text for word in words), text
-
-
-@pytest.mark.parametrize(
-    "key", ["train.foo", "model.zz", "zzz", "data.xyz", "optim.x", "telemetry.interval"]
-)
-def test_where_nothing_is_sure_no_key_is_suggested(key):
-    text = problems(f"{key}=1")[key]
-    assert "there are" in text and "did you mean" not in text and "write" not in text
+    ):
+        assert all(word in problems(f"{key}=1")[key] for word in words), key
+    unsure = ("train.foo", "model.zz", "zzz", "data.xyz", "optim.x", "telemetry.interval")
+    for key, text in problems(*(f"{key}=1" for key in unsure)).items():
+        assert "there are" in text and "did you mean" not in text and "write" not in text, key
 
 
 def test_a_wrong_table_is_answered_key_by_key(tmp_path):
@@ -194,25 +184,6 @@ def test_impossible_combinations_are_found_before_anything_starts(overrides, key
     assert says in problems(*overrides.split())[key]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layout", "place"),
-    [
-        (Sizes(dp_replicate=2, dp_shard=4), "", ""),
-        (Sizes(tp=8), "tp 8", "tp 5"),
-        (Sizes(2, 2, tp=2), "tp 2 · pp 2", "pp 1, dp 0, tp 1"),
-        (Sizes(1, 1, 2, 2, 2), "tp 2 · cp 2", "dp 1, cp 0, tp 1"),
-    ],
-)
-def test_a_layout_and_the_place_of_rank_5_in_words(sizes, layout, place):
-    assert (sizes.layout, sizes.place(5)) == (layout, place)
-
-
-def test_auto_leaves_a_micro_batch_for_each_stage_of_a_pipeline():
-    recipe = Recipe.load("quickstart", ["parallel.pipeline=4", "train.global_batch=8"])
-    batch = recipe.batch(8)
-    assert (batch.data_world, batch.micro_batch, batch.accumulation) == (2, 1, 4)
-
-
 def test_a_name_that_takes_nothing_from_the_preset_is_answered_with_extends(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('preset = "quickstart"\n[train]\nsteps = 5\n')
@@ -280,14 +251,11 @@ def test_the_config_hash_is_of_the_semantic_settings():
     assert str(base.run_dir) == f"runs/{base.name}"
 
 
-@pytest.mark.parametrize(
-    ("world", "micro", "expected"),
-    [(1, 0, (16, 1)), (2, 0, (8, 1)), (2, 4, (4, 2)), (4, 2, (2, 2))],
-)
-def test_batch_arithmetic(world, micro, expected):
-    plan = plan_batch(16, micro, world, context=128)
-    assert (plan.micro_batch, plan.accumulation) == expected
-    assert plan.tokens_per_step == 16 * 128
+def test_batch_arithmetic():
+    for world, micro, wanted in ((1, 0, (16, 1)), (2, 0, (8, 1)), (2, 4, (4, 2)), (4, 2, (2, 2))):
+        plan = plan_batch(16, micro, world, context=128)
+        assert (plan.micro_batch, plan.accumulation) == wanted
+        assert plan.tokens_per_step == 16 * 128
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
@@ -335,26 +303,18 @@ def test_durations_in_steps_fractions_and_never():
     assert [s for s in range(1001) if horizon.due(0.25, s)] == [250, 500, 750, 1000]
     assert [s for s in range(1001) if horizon.due(400, s)] == [400, 800]
     assert not any(horizon.due(never, s) for never in (0, 0.0) for s in range(1001))
+    # a share is at least twenty steps: a short run saves once, not at every second step
+    for steps, share, due in ((16, 0.1, [16]), (50, 0.1, [20, 40]), (50, 0.5, [25, 50])):
+        horizon = Horizon(steps, samples_per_epoch=300, samples_per_step=16)
+        assert [s for s in range(steps + 1) if horizon.due(share, s)] == due
+    horizon = Horizon(steps=1000, samples_per_epoch=300, samples_per_step=16)
     assert (horizon.steps_in(0.01), horizon.steps_in("1 epoch"), horizon.steps_in(7)) == (10, 19, 7)
     assert epochs_in("2.5 epochs") == Fraction(5, 2)
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "due"),
-    [
-        (16, 0.1, [16]),  # a short run saves once, not at every second step
-        (50, 0.1, [20, 40]),
-        (50, 0.5, [25, 50]),
-        (1000, 0.05, list(range(50, 1001, 50))),
-        (16, 4, [4, 8, 12, 16]),  # a period in steps is taken as it is
-    ],
-)
-def test_a_period_given_as_a_share_has_at_least_twenty_steps(steps, every, due):
-    horizon = Horizon(steps, samples_per_epoch=300, samples_per_step=16)
-    assert [step for step in range(steps + 1) if horizon.due(every, step)] == due
-
-
 def test_explain_says_what_a_setting_takes(tmp_path, monkeypatch):
+    for key in (*settings(), *Recipe.model_fields):
+        assert explain(key).startswith(key)
     assert explain("optim.lr").startswith("optim.lr = 0.001\nPeak learning rate")
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text('extends = "shakespeare-char-fast"\n[optim]\nlr = 0.5\n')
@@ -369,28 +329,19 @@ def test_explain_says_what_a_setting_takes(tmp_path, monkeypatch):
         explain("learning_rate")
 
 
-def test_every_setting_and_section_is_explained():
-    for key in (*settings(), *Recipe.model_fields):
-        assert explain(key).startswith(key)
-    for section in Recipe.model_fields:
-        assert explain(section, "quickstart").startswith(section)
-
-
-@pytest.mark.parametrize(
-    "change", ["train.grad_clip=inf", "optim.lr=nan", "eval.every=nan", "checkpoint.every=inf"]
-)
-def test_numbers_are_finite(change):
+def test_numbers_are_finite():
     """`lineage.json` could not hold them, and the run would not open again."""
-    with pytest.raises(RecipeError, match=change.partition("=")[0].replace(".", r"\.")):
-        Recipe.load("quickstart", [change])
+    changes = ("train.grad_clip=inf", "optim.lr=nan", "eval.every=nan", "checkpoint.every=inf")
+    assert problems(*changes).keys() == {change.partition("=")[0] for change in changes}
 
 
-@pytest.mark.parametrize("prefix", ["", "shards:"])
-@pytest.mark.parametrize("scheme", ["s3", "gs", "hf", "https"])
-def test_urls_are_no_paths(prefix, scheme, tmp_path):
-    source = f"{prefix}{scheme}://bucket/train-*.bin"
-    assert located("data.source", source, tmp_path) == source
-    assert located("data.source", f"{prefix}train.bin", tmp_path) == f"{prefix}{tmp_path}/train.bin"
+def test_urls_are_no_paths(tmp_path):
+    for prefix in ("", "shards:"):
+        for scheme in ("s3", "gs", "hf", "https"):
+            source = f"{prefix}{scheme}://bucket/train-*.bin"
+            assert located("data.source", source, tmp_path) == source
+        local = located("data.source", f"{prefix}train.bin", tmp_path)
+        assert local == f"{prefix}{tmp_path}/train.bin"
 
 
 def test_the_version_and_the_schema():

@@ -72,6 +72,19 @@ def test_a_users_own_module_is_refused_before_it_starts():
     check_start(recipe, 2)
 
 
+def test_a_layout_and_the_place_of_rank_5_in_words():
+    for sizes, layout, place in (
+        (Sizes(dp_replicate=2, dp_shard=4), "", ""),
+        (Sizes(tp=8), "tp 8", "tp 5"),
+        (Sizes(2, 2, tp=2), "tp 2 · pp 2", "pp 1, dp 0, tp 1"),
+        (Sizes(1, 1, 2, 2, 2), "tp 2 · cp 2", "dp 1, cp 0, tp 1"),
+    ):
+        assert (sizes.layout, sizes.place(5)) == (layout, place)
+    recipe = Recipe.load("quickstart", ["parallel.pipeline=4", "train.global_batch=8"])
+    batch = recipe.batch(8)  # a micro-batch for each stage
+    assert (batch.data_world, batch.micro_batch, batch.accumulation) == (2, 1, 4)
+
+
 @pytest.mark.parametrize(
     ("world", "layout", "strategy", "sizes"),
     [

@@ -4,7 +4,7 @@ import pytest
 from report_fixtures import add_lines, build_run, edit, stamp
 from scaling_fixtures import build_scaling, phases, worlds
 
-from windlass.reports.contents import Contents
+from windlass.reports.page import Contents
 from windlass.reports.study import StudyView
 from windlass.reports.view import RunView
 from windlass.study.grid import WORLD

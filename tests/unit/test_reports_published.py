@@ -74,7 +74,7 @@ def test_every_column_of_a_table_has_a_value_that_exists():
         assert not unknown, name
 
 
-def test_a_run_fills_the_table_of_its_preset(baseline):
+def test_a_run_fills_the_table_of_its_preset(baseline, tmp_path):
     """What is missing has a reason."""
     filled = published([RunView(baseline[0])])
     (row,) = rows(filled)
@@ -88,18 +88,14 @@ def test_a_run_fills_the_table_of_its_preset(baseline):
     assert second["Memory Allocated (MB)"] == second["GPU Utilization (%)"] == "no GPU"
     assert second["Train Loss (Final)"] == second["Eval Loss (Epoch 1)"] == "not run yet"
     assert all(cell not in ("", "–") for row in (first, second) for cell in row.values())
-
-
-def test_one_training_of_the_gpt_fills_a_row_of_its_table(tmp_path):
-    run = build_run(tmp_path / "gpt", "preset=gpt-squad", steps=100)
-    edit(run, end)
-    filled = published([RunView(run)])
-    assert filled.name == "gpt-squad" and filled.headings == GPT
+    gpt = build_run(tmp_path / "gpt", "preset=gpt-squad", steps=100)
+    edit(gpt, end)
+    filled = published([RunView(gpt)])
     (row,) = rows(filled)
+    assert filled.name == "gpt-squad" and list(row) == GPT
     assert list(row.values())[:3] == ["1 host, 2 ranks", "2", "12.0"]
     assert [row[f"GPU Memory (GB, {x})"] for x in ("Default", "Callback")] == ["2.750", "1.510"]
-    assert row["Loss"] == "2.5000"
-    assert float(row["Samples/s (Callback)"]) == pytest.approx(32, rel=0.1)
+    assert published([RunView(build_run(tmp_path / "other", steps=20))]) is None
 
 
 def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
@@ -159,12 +155,6 @@ def test_the_report_writes_it_for_people_and_programs_and_shows_it(baseline, cal
     report(baseline[0].path, plots=False)
     assert before == {file.name: file.read_bytes() for file in folder.glob("published.*")}
     assert len(before) == 3
-
-
-def test_a_run_of_another_preset_has_none(tmp_path):
-    written = report(build_run(tmp_path / "run", steps=20), plots=False)
-    assert written.published is None and not list(written.page.parent.glob("published.*"))
-    assert 'id="published"' not in written.page.read_text()
 
 
 def test_a_scaling_study_of_a_preset_fills_its_table_from_the_ledgers(tmp_path):

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, loss_at
 
-from windlass.reports.curve import curve
 from windlass.reports.tables import (
     Column,
     Table,
@@ -22,7 +21,7 @@ from windlass.reports.tables import (
     results,
     times,
 )
-from windlass.reports.view import RunView, Track, views
+from windlass.reports.view import RunView, Track, curve, views
 from windlass.telemetry.terminal import printable
 
 

@@ -8,7 +8,7 @@ from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, worlds
 
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.reports.scaling import scaling_charts
+from windlass.reports.study import scaling_charts
 from windlass.run import Run, timestamp
 from windlass.study.grid import NODES, WORLD
 from windlass.study.setups import read_setups, windows

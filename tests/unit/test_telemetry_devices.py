@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import wait_for, write_ledger
-from windlass.fileio import read_jsonl
 from windlass.run import Run
 from windlass.telemetry import devices
 from windlass.telemetry.devices import DeviceSampler, HostProbe, summarise_devices
@@ -42,7 +41,8 @@ def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_inte
     wait_for(lambda: probe.reads >= 4)
     sampler.stop()
     sampler.stop()
-    samples = list(read_jsonl(tmp_path / "rank-00003.jsonl"))
+    lines = (tmp_path / "rank-00003.jsonl").read_text().splitlines()
+    samples = list(map(json.loads, lines))
     assert {(x["rank"], x["attempt"], x["util_pct"]) for x in samples} == {(3, 1, 50.0)}
     assert [x["phase"] for x in samples[:4]] == ["startup", "train", "eval", "train"]
 

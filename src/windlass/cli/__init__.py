@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import importlib
@@ -10,7 +9,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -29,7 +27,7 @@ VERBS = {
         "track": "runs",
         "verify": "train",
     },
-    "Study": {"sweep": "sweep", "scale": "scale", "ladder": "ladder"},
+    "Study": dict.fromkeys(("sweep", "scale", "ladder"), "studies"),
     "Cluster": dict.fromkeys(("submit", "launch", "env"), "cluster"),
 }
 """The commands by panel of `windlass --help`, each with its module in `windlass.cli`."""
@@ -70,7 +68,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # errors of the system about a path, which the user can mend
-UNUSABLE = (
+UNUSABLE = [
     "ENAMETOOLONG",
     "ELOOP",
     "ENOTDIR",
@@ -80,7 +78,7 @@ UNUSABLE = (
     "EROFS",
     "ENOSPC",
     "EDQUOT",
-)
+]
 # arguments of the Python API whose option has another name
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
 
@@ -139,29 +137,23 @@ def main(arguments: list[str] | None = None) -> None:
     for name in [word for word in words if word in places] or places:  # all of them take 0.1 s
         panel, file = places[name]
         module = importlib.import_module(f"{__name__}.{file}")
-        command = app.command(name, rich_help_panel=panel, epilog=getattr(module, "EPILOG", None))
+        epilog = getattr(module, "EPILOGS", {}).get(name)
+        command = app.command(name, rich_help_panel=panel, epilog=epilog)
         command(getattr(module, "evaluate" if name == "eval" else name))
-    with _outputs():
-        try:
-            _run(arguments)
-        except SystemExit as end:
-            processes.report_code(end.code)
-            raise
-        except Exception:
-            processes.report_code(errors.FAILED)
-            raise
-
-
-@contextlib.contextmanager
-def _outputs() -> Iterator[None]:
-    """Use standard streams that take every character and survive the loss of their reader."""
+    # the standard streams take every character, and survive the loss of their reader
     from windlass.telemetry.terminal import SafeStream
 
     streams = sys.stdout, sys.stderr  # None if the descriptor is closed
     open_streams = (stream or open(os.devnull, "w") for stream in streams)  # noqa: SIM115
     sys.stdout, sys.stderr = map(SafeStream, open_streams)
     try:
-        yield
+        _run(arguments)
+    except SystemExit as end:
+        processes.report_code(end.code)
+        raise
+    except Exception:
+        processes.report_code(errors.FAILED)
+        raise
     finally:
         sys.stdout.flush()
         sys.stdout, sys.stderr = streams
@@ -170,7 +162,7 @@ def _outputs() -> Iterator[None]:
 def _run(arguments: list[str] | None) -> None:
     try:
         for text in (*(sys.argv[1:] if arguments is None else arguments), os.getcwd()):
-            if not errors.is_utf8(text):  # as TOML is
+            if text != text.encode("utf-8", "replace").decode():  # TOML is UTF-8
                 shown = text.encode("utf-8", "backslashreplace").decode()
                 raise errors.UserError(f"{shown}: the name is not UTF-8; rename it")
         code = app(args=arguments, prog_name="windlass", standalone_mode=False)

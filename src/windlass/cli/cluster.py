@@ -46,13 +46,9 @@ def launch(
     """
     from windlass.launch import allocation as jobs
     from windlass.launch.local import launch as launch_local
-    from windlass.launch.submit import read_site
 
     exit_with_parent()  # a cell ends with its sweep; its ranks have other parents
-    site = read_site()
-    program = os.environ.get("WINDLASS_PROGRAM", site.program)
-    more = os.environ.get("WINDLASS_LAUNCHER_OPTIONS", site.launcher_options)
-    allocation, words = jobs.plan_launch(command, ranks, per_host, print_, program, more)
+    allocation, words = jobs.plan_launch(command, ranks, per_host, print_)
     if print_:
         _show_allocation(allocation, words[0])
         typer.echo(shlex.join(words))
@@ -136,8 +132,9 @@ def submit(
 
     Example: `windlass submit quickstart --gpus-per-node 4 --time 01:00:00 --dry-run`
     """
-    from windlass.launch.batch import cancel as cancel_jobs
-    from windlass.launch.submit import Resources, read_site, submit_run
+    from windlass.launch.job import read_site
+    from windlass.launch.submit import Resources, submit_run
+    from windlass.launch.submit import cancel as cancel_jobs
     from windlass.recipe import Recipe
     from windlass.study.jobs import submit_study
     from windlass.study.study import Study
@@ -235,15 +232,15 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     names = [f"{name} TFLOP/s" for name in done.ranks[0]["tflops"]]
     products = []
     for r in done.ranks:
-        products.append([str(r[place]) for place in places])
-        products[-1] += [f"{speed:.3g}" for speed in r["tflops"].values()]
+        speeds = [f"{speed:.3g}" for speed in r["tflops"].values()]
+        products.append([*(str(r[place]) for place in places), *speeds])
     print_table([*places, *names], products)
     if done.rates:
         typer.echo("\nCollectives: GB/s by the formulas of nccl-tests, medians of the slowest rank")
         rates = []
         for r in done.rates:
-            speeds = (f"{1e6 * r['seconds']:,.0f}", f"{r['algbw']:.3g}", f"{r['busbw']:.3g}")
-            rates.append((r["group"], r["collective"], f"{r['size']:,}", *speeds))
+            numbers = (f"{1e6 * r['seconds']:,.0f}", f"{r['algbw']:.3g}", f"{r['busbw']:.3g}")
+            rates.append((r["group"], r["collective"], f"{r['size']:,}", *numbers))
         print_table(["group", "collective", "bytes", "us", "algbw", "busbw"], rates)
     measured = "not measured: one rank" if done.busbw is None else f"{done.busbw:.3g} GB/s"
     required = f"; required: {min_busbw:g}" if min_busbw else ""

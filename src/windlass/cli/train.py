@@ -76,8 +76,7 @@ def show_end(run: Run) -> int:
         return DONE
     try:
         from windlass.cli.runs import show_published
-        from windlass.reports.curve import curve
-        from windlass.reports.view import RunView
+        from windlass.reports.view import RunView, curve
         from windlass.reports.write import report as write_report
 
         if text := curve(RunView(run)):

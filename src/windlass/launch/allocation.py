@@ -21,6 +21,7 @@ from pathlib import Path
 from windlass import processes
 from windlass.errors import BAD_INPUT, FAILED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
 from windlass.fileio import read_json, write_atomic
+from windlass.launch.job import read_site
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.launch.schedulers.base import Allocation
 from windlass.processes import WINDLASS, visible_gpus
@@ -56,13 +57,12 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
 def launch_command(
     allocation: Allocation,
     command: Sequence[str],
-    openmpi: bool = False,
-    environ: Mapping[str, str] | None = None,
+    openmpi: bool,
+    environ: Mapping[str, str],
     more_options: str = "",
 ) -> list[str]:
     """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job `command` itself."""
     more = shlex.split(more_options)
-    environ = environ or {}
     if allocation.scheduler == "none":
         return list(command)
     if words := SCHEDULERS[allocation.scheduler].launcher(allocation, environ):
@@ -77,15 +77,6 @@ def launch_command(
     # without a host file mpiexec asks the scheduler
     hostfile = ["--hostfile", allocation.hostfile] if allocation.hostfile else []
     return ["mpiexec", "-n", str(allocation.ranks), *options, *hostfile, *more, *command]
-
-
-def reports_dir() -> tempfile.TemporaryDirectory[str]:
-    """A directory for the ranks' ends: in the batch script's directory, or at home."""
-    base = Path(os.environ.get(JOB_DIR) or jobs_dir())
-    with contextlib.suppress(OSError):
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return tempfile.TemporaryDirectory(prefix=".ends-", dir=base, ignore_cleanup_errors=True)
-    return tempfile.TemporaryDirectory(prefix="windlass-")
 
 
 def wait_for_ranks(
@@ -121,33 +112,48 @@ def outcome(code: int, reports: Path) -> int:
 
 
 def plan_launch(
-    command: Sequence[str],
-    ranks: int,
-    per_host: int,
-    dry_run: bool,
-    program: str = "",
-    more_options: str = "",  # of the launcher
+    command: Sequence[str], ranks: int, per_host: int, dry_run: bool
 ) -> tuple[Allocation, list[str]]:
-    """The allocation, and words that start `command` with `program` in place of `windlass`."""
-    allocation = read_allocation(os.environ, len(visible_gpus())).with_ranks(ranks, per_host)
-    in_job = allocation.scheduler != "none"
-    by_mpi = in_job and SCHEDULERS[allocation.scheduler].LAUNCHER == "mpiexec"
-    openmpi = by_mpi and has_openmpi(needed=not dry_run)
-    if port := free_port(allocation.hosts[0]):  # rank 0 is here, and all ranks meet here
-        os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
-        os.environ.setdefault("MASTER_PORT", str(port))
-    if program and in_job:
+    """The allocation, and the words that start `command` on its ranks, by the site's settings.
+
+    A batch script has set these when it was submitted. UserError if `mpiexec` is missing, but for a
+    `dry_run`.
+    """
+    site, environ = read_site(), os.environ
+    allocation = read_allocation(environ, len(visible_gpus())).with_ranks(ranks, per_host)
+    in_job, openmpi = allocation.scheduler != "none", False
+    if in_job and SCHEDULERS[allocation.scheduler].LAUNCHER == "mpiexec":
+        if shutil.which("mpiexec"):
+            version = ["mpiexec", "--version"]
+            done = subprocess.run(version, capture_output=True, text=True, check=False, timeout=60)
+            openmpi = bool(re.search(OPENMPI, (done.stdout + done.stderr).lower()))
+        elif not dry_run:
+            remedy = "load the machine's MPI module, then start again"
+            raise UserError(f"mpiexec is missing here: {remedy}")
+    # Rank 0 is on the first host, and all ranks meet there; on another machine they derive a port.
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(allocation.hosts[0])
+        with socket.create_server((address, 0)) as listening:
+            environ.setdefault("MASTER_ADDR", allocation.hosts[0])
+            environ.setdefault("MASTER_PORT", str(listening.getsockname()[1]))
+    if in_job and (program := environ.get("WINDLASS_PROGRAM", site.program)):
         for ours in (WINDLASS, ("windlass",)):
             if tuple(command[: len(ours)]) == ours:
                 command = [*shlex.split(program), *command[len(ours) :]]
-    return allocation, launch_command(allocation, command, openmpi, os.environ, more_options)
+    more = environ.get("WINDLASS_LAUNCHER_OPTIONS", site.launcher_options)
+    return allocation, launch_command(allocation, command, openmpi, environ, more)
 
 
 def launch_in_job(
     allocation: Allocation, words: Sequence[str], show: Callable[[str], object]
 ) -> int:
     """Run a job's launcher to its end, pass signals on, name lost hosts; returns the exit code."""
-    with reports_dir() as folder:
+    # The ranks report their ends in the batch script's directory, or at home.
+    base = Path(os.environ.get(JOB_DIR) or jobs_dir())
+    with contextlib.suppress(OSError):
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    parent = base if os.access(base, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".ends-", dir=parent) as folder:
         reports = Path(folder)
         try:
             child = subprocess.Popen(
@@ -179,50 +185,27 @@ def launch_in_job(
     return code
 
 
-def free_port(host: str) -> int:
-    """A free port if `host` is this machine; else 0, and the ranks derive one from the job."""
-    try:
-        with socket.create_server((socket.gethostbyname(host), 0)) as listening:
-            return int(listening.getsockname()[1])
-    except OSError:
-        return 0
-
-
-def has_openmpi(needed: bool) -> bool:
-    """Whether the `mpiexec` here is Open MPI's. UserError if there is none and it is `needed`."""
-    if shutil.which("mpiexec"):
-        version = ["mpiexec", "--version"]
-        done = subprocess.run(version, capture_output=True, text=True, check=False, timeout=60)
-        return bool(re.search(OPENMPI, (done.stdout + done.stderr).lower()))
-    if needed:
-        raise UserError("mpiexec is missing here: load the machine's MPI module, then start again")
-    return False
-
-
 def jobs_dir() -> Path:
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state, "windlass", "jobs")
-
-
-def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a second shell needs, without a task's own variables and secrets."""
-    of_job = "|".join([COMMON_VARIABLES, *(one.JOB_VARIABLES for one in SCHEDULERS.values())])
-    of_task = "|".join(one.TASK_VARIABLES for one in SCHEDULERS.values())
-    names = [name for name in sorted(environ) if re.fullmatch(of_job, name)]
-    left_out = [name for name in names if re.fullmatch(of_task, name) or SECRET_NAME.search(name)]
-    return {name: environ[name] for name in names if name not in left_out}
 
 
 def save_job(environ: Mapping[str, str], directory: Path) -> Path:
     """Write the job's variables, and the lines of its host file, for other shells of this user."""
     allocation = read_allocation(environ, 0)
     if allocation.scheduler == "none":
-        names = ", ".join(one.JOB_ID for one in SCHEDULERS.values())
-        raise UserError(f"this shell is not in a job, because it lacks {names}: use a job's shell")
+        ids = ", ".join(one.JOB_ID for one in SCHEDULERS.values())
+        raise UserError(f"this shell is not in a job, because it lacks {ids}: use a job's shell")
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     nodes = Path(allocation.hostfile).read_text() if allocation.hostfile else ""
     path = directory / f"{allocation.scheduler}-{allocation.job}.json"
-    saved = {"hosts": allocation.hosts, "variables": job_variables(environ), "nodes": nodes}
+    # the variables that a second shell needs, without a task's own variables and secrets
+    of_job = "|".join([COMMON_VARIABLES, *(one.JOB_VARIABLES for one in SCHEDULERS.values())])
+    of_task = "|".join(one.TASK_VARIABLES for one in SCHEDULERS.values())
+    names = [name for name in sorted(environ) if re.fullmatch(of_job, name)]
+    left_out = [name for name in names if re.fullmatch(of_task, name) or SECRET_NAME.search(name)]
+    variables = {name: environ[name] for name in names if name not in left_out}
+    saved = {"hosts": allocation.hosts, "variables": variables, "nodes": nodes}
     write_atomic(path, json.dumps(saved, indent=1) + "\n")
     return path
 

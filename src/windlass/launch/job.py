@@ -6,12 +6,16 @@ import contextlib
 import math
 import os
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from windlass.errors import UserError
+from windlass.variables import SECRET_NAME
 
 SCRIPT = "submit.sh"  # in the directory of a run or of an array's logs
 INDEX = "{index}"  # in a job's command: the number of the array's task
@@ -63,6 +67,37 @@ class Site(BaseModel):
 
     def cores(self, gpus: int) -> int:
         return self.cpus_per_rank or (GPU_RANK_CORES if gpus else 1)
+
+
+def site_file() -> Path:
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(config, "windlass", "site.toml")
+
+
+def read_site(path: Path | None = None) -> Site:
+    """The site file, or the defaults if the user has none. UserError if it is not valid."""
+    file = path or site_file()
+    if path is None and not file.is_file():
+        return Site()
+    try:
+        site = Site(**tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"the site file {file} cannot be read: {error}") from None
+    except ValidationError as error:
+        lines = [f"{file}:"]
+        for e in error.errors():
+            name = ".".join(map(str, e["loc"]))
+            key = Site.model_fields.get(str(e["loc"][0]))
+            wrong = f"= {e['input']!r}: {e['msg']}. {key.description}" if key else "is not a key"
+            lines.append(f"  {name} {wrong}")
+        lines.append(f"  The keys are {', '.join(sorted(Site.model_fields))}")
+        raise UserError("\n".join(lines)) from None
+    if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
+        raise UserError(
+            f"{file}: environment has {', '.join(secret)}, but others may read a batch script: "
+            'export it in the shell that submits (PBS: with `directives = ["-V"]`)'
+        )
+    return site
 
 
 def seconds_of(time: str) -> int:

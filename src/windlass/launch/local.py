@@ -89,12 +89,6 @@ class Worker:
         lines = self.output.read_text(errors="replace").rstrip().splitlines() if self.output else []
         return "\n".join(lines[-TAIL_LINES:])
 
-    def how_it_ended(self) -> str:
-        if not self.code or self.code > 0:
-            return f"failed with exit code {self.code}" if self.code else "failed"
-        often = " (often by the kernel, out of memory)" if self.code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-self.code).name}{often}"
-
 
 @dataclass
 class Group:
@@ -117,7 +111,15 @@ class Group:
             while self.received:
                 number = self.received.pop(0)
                 if number == signal.SIGINT and number in self.forwarded:
-                    return self._interrupt()
+                    # A second Ctrl-C ends all ranks, unless rank 0 has just stopped and said so.
+                    status = self.report("status", 0)
+                    self.workers[0].poll()
+                    phase, code = status.get("phase"), self.workers[0].code
+                    self.kill()
+                    if code == errors.STOPPED or phase == processes.STOPPED:
+                        return errors.STOPPED
+                    self.log(f"windlass: {errors.interrupted_twice(status.get('step', 0))}")
+                    return errors.INTERRUPTED
                 self._forward(number)
             ended = [worker for worker in self.workers if worker.poll()]
             first = min(ended, key=lambda worker: worker.end_time, default=None)
@@ -186,17 +188,6 @@ class Group:
             if worker.code is None:
                 worker.process.send_signal(number)
 
-    def _interrupt(self) -> int:
-        """End all ranks after a second Ctrl-C, unless rank 0 has just stopped and said so."""
-        status = self.report("status", 0)
-        self.workers[0].poll()
-        stopped = self.workers[0].code == errors.STOPPED or status.get("phase") == processes.STOPPED
-        self.kill()
-        if stopped:
-            return errors.STOPPED
-        self.log(f"windlass: {errors.interrupted_twice(status.get('step', 0))}")
-        return errors.INTERRUPTED
-
     def _fail(self) -> int:
         """End the other ranks after one failed, log which one and why; returns the exit code."""
         self._settle(SETTLE_SECONDS)
@@ -214,15 +205,29 @@ class Group:
             if killed and self.workers[0].code != errors.STOPPED:  # else rank 0 has logged it
                 self.log(f"windlass: {errors.before_training(signal.Signals(killed[0]).name)}")
             return errors.STOPPED
-        first = self._first_to_fail(alive)
+        # The rank that failed first, even if the launcher ended it; loss of contact comes last.
+        reports = {w.rank: self.report("failure", w.rank) for w in self.workers}
+        secondary = {
+            rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()
+        }
+        failed = [w for w in self.workers if w not in alive and w.code not in GOOD_CODES]
+        if not any(worker.code in FINAL_CODES for worker in failed):
+            failed += [w for w in alive if reports[w.rank] and not secondary[w.rank]]
+        times = {w.rank: min(reports[w.rank].get("time", w.end_time), w.end_time) for w in failed}
+        first = min(failed, key=lambda w: (secondary[w.rank], times[w.rank]))
         if first.code in FINAL_CODES:
             if self.workers[0].code != first.code:  # else rank 0 has written it to the terminal
                 self.log(first.tail())
             return first.code
-        how = "failed" if first in alive else first.how_it_ended()
-        self.again = any(self.report("failure", w.rank).get("again") for w in self.workers)
-        status = self.report("status", first.rank)
-        failure = self.report("failure", first.rank)
+        how = "failed"
+        if first.code and first not in alive:
+            how = f"failed with exit code {first.code}"
+            if first.code < 0:
+                how = f"was killed by {signal.Signals(-first.code).name}"
+            if first.code == -signal.SIGKILL:
+                how += " (often by the kernel, out of memory)"
+        self.again = any(report.get("again") for report in reports.values())
+        status, failure = self.report("status", first.rank), reports[first.rank]
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
         place = f" ({status['place']})" if status.get("place") else ""
         name = f"rank {first.rank}{place} of {self.world} on {socket.gethostname()}"
@@ -249,15 +254,3 @@ class Group:
         for worker in self.workers:
             worker.send(signal.SIGKILL)
         self._settle(KILL_SECONDS)
-
-    def _first_to_fail(self, ended_by_us: Sequence[Worker]) -> Worker:
-        """The rank that failed first, even if the launcher ended it; loss of contact comes last."""
-        reports = {w.rank: self.report("failure", w.rank) for w in self.workers}
-        secondary = {
-            rank: bool(r) and (r["secondary"] or r["rank"] != rank) for rank, r in reports.items()
-        }
-        failed = [w for w in self.workers if w not in ended_by_us and w.code not in GOOD_CODES]
-        if not any(worker.code in FINAL_CODES for worker in failed):
-            failed += [w for w in ended_by_us if reports[w.rank] and not secondary[w.rank]]
-        times = {w.rank: min(reports[w.rank].get("time", w.end_time), w.end_time) for w in failed}
-        return min(failed, key=lambda w: (secondary[w.rank], times[w.rank]))

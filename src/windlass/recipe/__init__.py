@@ -11,13 +11,7 @@ from windlass.recipe.layers import (
     study_presets,
     typed,
 )
-from windlass.recipe.load import (
-    NON_SEMANTIC,
-    Recipe,
-    RecipeError,
-    as_recipe,
-    settings,
-)
+from windlass.recipe.load import NON_SEMANTIC, Recipe, RecipeError, as_recipe, settings
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import OptimSettings, ScheduleSettings
 from windlass.recipe.units import BatchPlan, Duration, Horizon, plan_batch

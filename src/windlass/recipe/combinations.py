@@ -15,29 +15,41 @@ Problems = Iterator[tuple[str, str]]  # keys and messages
 
 def model(r: Any) -> Problems:
     m = r.model
+    if given := [key for key in m.unused if key in m.model_fields_set]:
+        problem = 'it needs model.kind = "hf": write that too, or drop it (run.name names the run)'
+        if m.kind == "hf":
+            problem = "config.json of the model decides instead of it: drop it"
+        yield ", ".join(f"model.{key}" for key in given), problem
     if m.kind == "hf" and not m.name:
         yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
     if m.kind == "hf" and m.from_scratch and m.init_from:
         yield "model.init_from", "it names weights, but model.from_scratch asks for none; drop one"
-
-
-def unused_keys(r: Any) -> Problems:
-    m = r.model
-    if not (given := [key for key in m.unused if key in m.model_fields_set]):
-        return
-    problem = 'it needs model.kind = "hf": write that too, or drop it (run.name names the run)'
-    if m.kind == "hf":
-        problem = "config.json of the model decides instead of it: drop it"
-    yield ", ".join(f"model.{key}" for key in given), problem
-
-
-def arithmetic(r: Any) -> Problems:
-    if r.train.precision == "float8" and r.parallel.tensor > 1:
-        yield "parallel.tensor", 'float8 scales whole matrices: write 1, or train.precision="bf16"'
-    if r.model.kernels == "liger" and r.parallel.tensor > 1:
+    if m.kernels == "liger" and r.parallel.tensor > 1:
         yield "model.kernels", 'Liger reads whole layers: write "torch", or parallel.tensor=1'
-    if r.model.kernels == "liger" and r.train.precision == "fp64":
+    if m.kernels == "liger" and r.train.precision == "fp64":
         yield "model.kernels", 'Liger computes in float32: write "torch", or drop train.precision'
+
+
+def gpt(r: Any) -> Problems:
+    m, tokens = r.model, r.data.vocab_
+    if m.kind != "gpt":
+        return
+    if m.width % m.heads:
+        divisors = [h for h in range(1, m.width + 1) if m.width % h == 0]
+        near = min(divisors, key=lambda h: abs(h - m.heads))
+        problem = f"{m.heads} heads do not divide the width {m.width}"
+        yield "model.heads", f"{problem}; the nearest number that does is {near}"
+    elif m.position == "rope" and (m.width // m.heads) % 2:
+        yield "model.heads", f"rotary positions need an even head size, not {m.width} / {m.heads}"
+    if m.heads % m.kv_heads_:
+        near = max(n for n in range(1, m.kv_heads_) if m.heads % n == 0)
+        problem = f"{m.kv_heads} key and value heads do not divide the {m.heads} heads"
+        yield "model.kv_heads", f"{problem}: write {near}"
+    if m.mup_base_width and "." in r.optim.kind:
+        advice = 'write "adamw" or "muon", or drop model.mup_base_width'
+        yield "optim.kind", f"muP lacks rules for it: {advice}"
+    if 0 < m.vocab < tokens:
+        yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {tokens:,}"
 
 
 def adapters(r: Any) -> Problems:
@@ -55,35 +67,6 @@ def adapters(r: Any) -> Problems:
     if lora.base == "4bit" and (not lora.rank or r.model.from_scratch):
         advice = "set model.lora.rank, on a model with weights"
         yield "model.lora.base", f"4-bit weights cannot be trained: {advice}"
-
-
-def heads(r: Any) -> Problems:
-    m = r.model
-    if m.kind == "gpt" and m.width % m.heads:
-        divisors = [h for h in range(1, m.width + 1) if m.width % h == 0]
-        near = min(divisors, key=lambda h: abs(h - m.heads))
-        problem = f"{m.heads} heads do not divide the width {m.width}"
-        yield "model.heads", f"{problem}; the nearest number that does is {near}"
-    elif m.kind == "gpt" and m.position == "rope" and (m.width // m.heads) % 2:
-        yield "model.heads", f"rotary positions need an even head size, not {m.width} / {m.heads}"
-    if m.kind == "gpt" and m.heads % m.kv_heads_:
-        near = max(n for n in range(1, m.kv_heads_) if m.heads % n == 0)
-        problem = f"{m.kv_heads} key and value heads do not divide the {m.heads} heads"
-        yield "model.kv_heads", f"{problem}: write {near}"
-
-
-def mup(r: Any) -> Problems:
-    m = r.model
-    if m.kind == "gpt" and m.mup_base_width and "." in r.optim.kind:
-        advice = 'write "adamw" or "muon", or drop model.mup_base_width'
-        yield "optim.kind", f"muP lacks rules for it: {advice}"
-
-
-def vocab(r: Any) -> Problems:
-    m = r.model
-    tokens = r.data.vocab_
-    if m.kind == "gpt" and 0 < m.vocab < tokens:
-        yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {tokens:,}"
 
 
 def sources(r: Any) -> Problems:
@@ -157,13 +140,6 @@ def mixture(r: Any) -> Problems:
             yield f"{key}.weights", "no source has a weight greater than 0"
 
 
-def average(r: Any) -> Problems:
-    if not r.train.average and r.checkpoint.best == "loss.average_loss":
-        yield "checkpoint.best", 'nothing is averaged: write train.average=0.999, or "loss"'
-    if r.train.average and r.train.master == "bf16":
-        yield "train.average", 'bf16 is too coarse for an average: write 0, or train.master="fp32"'
-
-
 def evaluations(r: Any) -> Problems:
     suite = r.checkpoint.best.partition(".")[0]
     suites = r.eval.suites
@@ -171,6 +147,8 @@ def evaluations(r: Any) -> Problems:
         more = json.dumps([*suites, suite], separators=(",", ":"))
         write = f'write eval.suites={more}, or checkpoint.best="loss"'
         yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
+    if not r.train.average and r.checkpoint.best == "loss.average_loss":
+        yield "checkpoint.best", 'nothing is averaged: write train.average=0.999, or "loss"'
 
 
 def batch(r: Any) -> Problems:
@@ -183,18 +161,14 @@ def batch(r: Any) -> Problems:
         yield "train.micro_batch", str(error)
 
 
-def sharding(r: Any) -> Problems:
-    p = r.parallel
-    strategy = r.strategy(1)
+def layout(r: Any) -> Problems:
+    p, m, strategy = r.parallel, r.model, r.strategy(1)
     if p.offload and not strategy.shards_parameters:
         yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
     if p.shard_size and not strategy.grouped:
         yield "parallel.shard_size", 'it goes with parallel.strategy = "hybrid_shard" alone'
-
-
-def layout(r: Any) -> Problems:
-    p = r.parallel
-    m = r.model
+    if r.train.precision == "float8" and p.tensor > 1:
+        yield "parallel.tensor", 'float8 scales whole matrices: write 1, or train.precision="bf16"'
     if p.model_ranks == 1:
         return
     if p.strategy == "single":
@@ -238,6 +212,8 @@ def optimizer(r: Any) -> Problems:
         yield "optim.kind", f'{problem}: write "adamw", or parallel.tensor=1'
     if r.train.master == "fp32":
         return
+    if r.train.average:
+        yield "train.average", 'bf16 is too coarse for an average: write 0, or train.master="fp32"'
     if "." in kind:
         problem = f"{kind} does not round bf16 weights stochastically"
         yield "train.master", f'{problem}: write "fp32", or optim.kind="adamw"'
@@ -245,7 +221,4 @@ def optimizer(r: Any) -> Problems:
         yield "train.master", 'bf16 weights need train.precision="bf16": write that, or "fp32"'
 
 
-CHECKS = (
-    *(model, unused_keys, arithmetic, adapters, heads, mup, vocab, sources, items, mixture),
-    *(average, evaluations, sharding, layout, batch, optimizer),
-)
+CHECKS = (model, gpt, adapters, sources, items, mixture, evaluations, layout, batch, optimizer)

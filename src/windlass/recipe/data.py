@@ -40,10 +40,6 @@ class MixStage(Section):
     """New weights by name; a source that is left out keeps its weight."""
 
 
-def _one_or_many(value: str | list[str]) -> str | list[str]:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
 def _as_list(source: str | list[str]) -> list[str]:
     if isinstance(source, list):
         return source
@@ -52,7 +48,8 @@ def _as_list(source: str | list[str]) -> list[str]:
 
 Source = Annotated[str, Field(min_length=1)]
 Sources = Annotated[
-    str | Annotated[list[Source], Field(min_length=1)], AfterValidator(_one_or_many)
+    str | Annotated[list[Source], Field(min_length=1)],
+    AfterValidator(lambda x: x[0] if isinstance(x, list) and len(x) == 1 else x),
 ]
 
 

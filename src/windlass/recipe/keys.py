@@ -32,46 +32,32 @@ def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
     return tools
 
 
-def answers_of(key: str) -> dict[str, str]:
-    """Our keys (or `key=value`) for a key of other tools, or for its name without the section, each
-    with a remark."""
-    for name in (key, key.rpartition(".")[2]):
-        remarks: dict[str, str] = {}
+def nearest(key: str, fields: Mapping[str, Any]) -> str:
+    """The answer to an unknown key: a setting to write instead, or the names in its section."""
+    for name in (key, key.rpartition(".")[2]):  # also without its section
+        answers: dict[str, str] = {}
         for keys in other_tools().values():
             if name in keys:
-                remarks.setdefault(*keys[name])
-        if remarks:
-            break
-    return remarks
-
-
-def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
-    if answers := answers_of(key):
-        return [ours.partition("=")[0] for ours in answers]
+                answers.setdefault(*keys[name])
+        words = []
+        for ours, remark in answers.items():
+            note = f" ({remark})" if remark else ""
+            words.append(f"write {ours}{note}" if ours else remark)
+        if words:
+            return " or ".join(words)
     parts = key.split(".")
     for start in range(len(parts)):  # `lora.rank` is the end of `model.lora.rank`
         ending = "." + ".".join(parts[start:])
         if same := [field for field in fields if f".{field}".endswith(ending)]:
-            return same
+            return f"did you mean {' or '.join(same)}?"
     alike = dict[str, float]()
     for field in fields:  # by the less similar half; a key may lack its section
         pairs = zip(key.rpartition(".")[::2], field.rpartition(".")[::2], strict=True)
         ratios = [difflib.SequenceMatcher(None, a, b).ratio() if a else 1.0 for a, b in pairs]
         alike[field] = min(ratios)
     likely = max(alike, key=lambda field: alike[field])
-    return [likely] if alike[likely] >= ALIKE else []
-
-
-def nearest(key: str, fields: Mapping[str, Any]) -> str:
-    """The answer to an unknown key: a setting to write instead, or the names in its section."""
-    if answers := answers_of(key):
-        words = []
-        for ours, remark in answers.items():
-            note = f" ({remark})" if remark else ""
-            words.append(f"write {ours}{note}" if ours else remark)
-        return " or ".join(words)
-    if likely := meant(key, fields):
-        return f"did you mean {' or '.join(likely)}?"
+    if alike[likely] >= ALIKE:
+        return f"did you mean {likely}?"
     section = key.rpartition(".")[0] + "."
     inside = [field.removeprefix(section) for field in fields if field.startswith(section)]
     names = inside or [field for field in fields if "." in field]

@@ -168,23 +168,20 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
             value_of_part = inner.setdefault(part, {}) if isinstance(inner, dict) else None
             if isinstance(value_of_part, list):  # sections that other layers have too
                 inner[part] = value_of_part = copy.deepcopy(value_of_part)
-            inner = _named(inner, part, key) if isinstance(inner, list) else value_of_part
+            if isinstance(inner, list):  # the section with this name, or this number (from 0)
+                tables = [(i, one) for i, one in enumerate(inner) if isinstance(one, dict)]
+                named = {str(one.get("name", i)): one for i, one in tables}
+                numbered = {str(i): one for i, one in tables}
+                value_of_part = (numbered | named).get(part)
+                if value_of_part is None:
+                    names = ", ".join(named) or "none"
+                    raise UserError(f"{key}: {part} is missing; there are: {names}")
+            inner = value_of_part
             if not isinstance(inner, dict | list):
                 raise UserError(f"{key}: {part} is a setting, not a section")
         if isinstance(inner, list):
             raise UserError(f"{key}: write a key of it, as {key}.weight, or the whole list")
         inner[last] = value
-
-
-def _named(sections: list[Any], name: str, key: str) -> Any:
-    """The section with this name, or with this number (from 0)."""
-    named = [one for one in sections if isinstance(one, dict) and one.get("name") == name]
-    if not named and name.isdigit():
-        named = sections[int(name) : int(name) + 1]
-    if not named:
-        names = [str(one.get("name", i)) for i, one in enumerate(sections) if isinstance(one, dict)]
-        raise UserError(f"{key}: {name} is missing; there are: {', '.join(names) or 'none'}")
-    return named[0]
 
 
 def _find(recipe: str | Path) -> Path:
@@ -218,10 +215,11 @@ def _find(recipe: str | Path) -> Path:
     raise UserError(f"{name} is not a preset; {hint} (or give a path to a .toml)")
 
 
-def layers(recipe: str | Path, overrides: Changes) -> list[dict[str, Any]]:
+def read_layers(recipe: str | Path, overrides: Changes) -> list[dict[str, Any]]:
     """The dotted settings of a recipe's files and of `overrides`; later ones replace earlier."""
     path = _find(recipe)
-    preset = path.stem if path.stem != "recipe" else path.resolve().parent.name
+    stem = path.stem if path.stem != "recipe" else path.resolve().parent.name
+    preset = re.sub("[^A-Za-z0-9._+-]", "-", stem)  # a part of the run's name
     files = _files(path)
     if path.name == RECIPE and any((path.parent / name).is_file() for name in RUN_FILES):
         files.append({"run.dir": str(path.parent)})
@@ -232,17 +230,6 @@ def recorded(path: Path) -> dict[str, Any]:
     """The recipe that Windlass last recorded beside a run's `recipe.toml`; else empty."""
     record = read_json(path.with_name(LINEAGE)) if path.name == RECIPE else {}
     return dict(record.get("recipe") or {})
-
-
-def is_outdated(path: Path) -> bool:
-    """Whether a kill left a run's `recipe.toml` as it was before its last change, or without one;
-    any other difference from the recorded recipe is the user's edit."""
-    if not recorded(path):
-        return False
-    if not path.is_file():
-        return True
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return bool(digest == read_json(path.with_name(LINEAGE))["replaced"])
 
 
 def check_preset(settings: dict[str, Any], where: str) -> None:
@@ -258,10 +245,14 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
     try:
-        if is_outdated(path):
-            tree = recorded(path)
-        else:
-            tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        # A kill may leave a run's `recipe.toml` as it was before its last change, or without one.
+        # Any other difference from the recorded recipe is the user's edit.
+        tree = recorded(path)
+        if path.is_file() or not tree:
+            text = path.read_bytes()
+            digest = hashlib.sha256(text).hexdigest()
+            if not tree or digest != read_json(path.with_name(LINEAGE))["replaced"]:
+                tree = tomllib.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UserError(f"{path}: line {line} is not UTF-8; save it as UTF-8") from None

@@ -14,24 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
+import windlass.recipe.layers as layering
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, argument, require
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.data import DataSettings
 from windlass.recipe.keys import problems_of
-from windlass.recipe.layers import (
-    RECIPE,
-    Changes,
-    check_preset,
-    dotted,
-    flatten,
-    from_here,
-    home_of,
-    layers,
-    located,
-    merge,
-    recorded,
-)
+from windlass.recipe.layers import RECIPE, Changes
 from windlass.recipe.network import Frozen, ModelSettings, Section
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
@@ -82,16 +71,20 @@ class Recipe(Frozen):
         if home := self.home:
             for name in ("data", "model", "eval", "checkpoint"):
                 part = getattr(self, name)
-                absolute = {key: located(f"{name}.{key}", value, home) for key, value in part}
-                changed = {key: new for key, new in absolute.items() if new != getattr(part, key)}
+                changed = {}
+                for key, value in part:
+                    if (absolute := layering.located(f"{name}.{key}", value, home)) != value:
+                        changed[key] = absolute
                 if changed:
                     self._written[name] = part
                     self.__dict__[name] = part.model_copy(update=changed)
-        derived = (("optim", "lr", default_lr), ("data", "tokenizer", own_tokenizer))
-        for section, name, default in derived:
+        lr, m = 1e-3, self.model
+        if m.kind == "hf" and not m.from_scratch:
+            lr = 2e-4 if m.lora.rank else 5e-5
+        for section, name in (("optim", "lr"), ("data", "tokenizer")):
             part = getattr(self, section)
             if name not in part.model_fields_set or getattr(part, name) == "auto":
-                value = default(self.model)
+                value = lr if name == "lr" else own_tokenizer(m)
                 for parts in (self.__dict__, self._written):
                     if section in parts:
                         part = parts[section].model_copy(update={name: value})
@@ -102,7 +95,7 @@ class Recipe(Frozen):
     @property
     def home(self) -> Path | None:
         """The directory that relative paths start from; None: the working directory."""
-        return home_of(self.run.base)
+        return layering.home_of(self.run.base)
 
     @property
     def as_written(self) -> Recipe:
@@ -116,8 +109,10 @@ class Recipe(Frozen):
         """A checked copy: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or text."""
         how: dict[str, Any] = {"exclude_unset": True, "exclude_none": True}
         tree = self.as_written.model_dump(mode="json", by_alias=True, **how)
-        new = {key: value for change in (*changes, values) for key, value in dotted(change).items()}
-        _put(tree, from_here(new, self.run.base))
+        new = dict[str, Any]()
+        for change in (*changes, values):
+            new |= layering.dotted(change)
+        _put(tree, layering.from_here(new, self.run.base))
         return validate(tree, self.preset)
 
     def __repr__(self) -> str:
@@ -134,7 +129,7 @@ class Recipe(Frozen):
 
     def flat(self) -> dict[str, Any]:
         """The same, each under its dotted key."""
-        return flatten(self.tree())
+        return layering.flatten(self.tree())
 
     def semantic_settings(self) -> dict[str, Any]:
         """The settings that determine the numbers of a run: all but the NON_SEMANTIC ones."""
@@ -277,18 +272,20 @@ class Recipe(Frozen):
             UserError: Every problem of the recipe, each with its key.
         """
         tree: dict[str, Any] = {}
-        for layer in layers(recipe, overrides):
+        for layer in layering.read_layers(recipe, overrides):
             base = str(tree["run"].get("base", "")) if isinstance(tree.get("run"), dict) else ""
-            _put(tree, from_here(layer, base))
+            _put(tree, layering.from_here(layer, base))
         return validate(tree, str(recipe))
 
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Recipe:
         """A recipe from a file's settings, nested or dotted, perhaps with `extends`."""
-        changes = {key: value for key, value in dotted(settings).items() if key != "extends"}
+        changes = {
+            key: value for key, value in layering.dotted(settings).items() if key != "extends"
+        }
         if "extends" in settings:
             return Recipe.load(settings["extends"], changes)
-        check_preset(changes, "from_dict")
+        layering.check_preset(changes, "from_dict")
         tree = dict[str, Any]()
         _put(tree, changes)
         return validate(tree, str(changes.get("preset", "custom")))
@@ -299,7 +296,7 @@ def _put(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     changes no section."""
     sections = {key for key, value in changes.items() if value == {}}
     sections -= settings().keys() if sections else set()
-    merge(tree, {key: value for key, value in changes.items() if key not in sections})
+    layering.merge(tree, {key: value for key, value in changes.items() if key not in sections})
 
 
 def as_recipe(source: Any) -> Recipe:
@@ -315,12 +312,6 @@ def as_recipe(source: Any) -> Recipe:
     return recipe
 
 
-def default_lr(model: ModelSettings) -> float:
-    if model.kind == "gpt" or model.from_scratch:
-        return 1e-3
-    return 2e-4 if model.lora.rank else 5e-5
-
-
 def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
     """The tokenizer for `data.tokenizer = "auto"`: of the weights, of the model, else `byte`."""
     origin = model.init_from
@@ -330,14 +321,14 @@ def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
         with contextlib.suppress(OSError, ValueError, KeyError):
             file = run / RECIPE
             saved = run / "tokenizer"
-            recipe = recorded(file) or tomllib.loads(file.read_text(encoding="utf-8"))
+            recipe = layering.recorded(file) or tomllib.loads(file.read_text(encoding="utf-8"))
             name = str(recipe["data"]["tokenizer"])
             # trained on the corpus, or with more tokens than the named one
             if name in ("bpe", "char") or recipe["data"].get("add_tokens"):
                 return f"hf:{saved}"
             if name != "byte" or saved.is_dir():  # a run of own data without text has none
-                home = home_of(recipe.get("run", {}).get("base", "")) or Path()
-                return str(located("data.tokenizer", name, home))
+                home = layering.home_of(recipe.get("run", {}).get("base", "")) or Path()
+                return str(layering.located("data.tokenizer", name, home))
     files = ("tokenizer.json", "tokenizer_config.json")
     if origin and any((path / name).is_file() for name in files):
         return f"hf:{path}"

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from windlass.errors import by_text, plural
 from windlass.reports.law import LawView
-from windlass.reports.scaling import DESCRIPTIONS
-from windlass.reports.study import Recommendation, StudyView
+from windlass.reports.study import DESCRIPTIONS, StudyView
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS
 from windlass.study.results import BITS, NO_BEST, common_measure
@@ -58,21 +57,26 @@ class Head:
     notes: str = ""  # `run.notes`
 
 
-def head_of(
-    views: Sequence[RunView],
-    study: StudyView | None,
-    recommendations: Sequence[Recommendation],
-    law: LawView | None,
-) -> Head:
+def head_of(views: Sequence[RunView], study: StudyView | None, law: LawView | None) -> Head:
     if study:
-        return _study_head(study, recommendations, law)
+        return _study_head(study, law)
     if len(views) == 1:
-        return _run_head(views[0])
+        view, parts = views[0], list[str]()
+        if "network" in view.values:
+            parts.append(str(view.values["network"]))
+        if "trainable" in view.values:
+            parts.append(f"{view.values['trainable']} trained")
+        elif "parameters" in view.values:
+            parts.append(f"{show(view.values['parameters'], 'count')} parameters")
+        if "tokens" in view.values:
+            parts.append(f"{show(view.values['tokens'], 'count')} tokens")
+        answers = [worked(view), good(view), fast(view), cost([view]), wrong(troubles_of(view))]
+        return Head("A run", view.label, ", ".join(parts), answers, view.settings["run.notes"])
     others = [f"{view.label}: {view.state}" for view in views if view.state != "finished"]
     text = f"{len(views) - len(others)} of {len(views)} runs finished"
     answers = [Answer(WORKED, text, ", ".join(others), "open" if others else "good")]
     answers += [_best_run(views), _fastest(views), cost(views)]
-    answers.append(wrong([t for view in views for t in _labelled(view)]))
+    answers.append(wrong([t for view in views for t in troubles_of(view, view.label)]))
     return Head("A comparison of runs", f"{len(views)} runs", "", answers)
 
 
@@ -82,20 +86,6 @@ def _sentence(*parts: str) -> str:
 
 
 # ---------------------------------------------------------------- one run
-
-
-def _run_head(view: RunView) -> Head:
-    values, parts = view.values, list[str]()
-    if "network" in values:
-        parts.append(str(values["network"]))
-    if "trainable" in values:
-        parts.append(f"{values['trainable']} trained")
-    elif "parameters" in values:
-        parts.append(f"{show(values['parameters'], 'count')} parameters")
-    if "tokens" in values:
-        parts.append(f"{show(values['tokens'], 'count')} tokens")
-    answers = [worked(view), good(view), fast(view), cost([view]), wrong(troubles_of(view))]
-    return Head("A run", view.label, ", ".join(parts), answers, view.settings["run.notes"])
 
 
 def worked(view: RunView) -> Answer:
@@ -194,7 +184,7 @@ def cost(views: Sequence[RunView]) -> Answer:
     return Answer(COST, more, _sentence(f"{text} in all runs together", *parts))
 
 
-def troubles_of(view: RunView) -> list[Trouble]:
+def troubles_of(view: RunView, label: str = "") -> list[Trouble]:
     """What went wrong in a run, in the order of time."""
     troubles = [Trouble("divergence", divergence(view))] if divergence(view) else []
     for number in kills(view):
@@ -208,7 +198,7 @@ def troubles_of(view: RunView) -> list[Trouble]:
             if not text.startswith(("step ", "rank ")):
                 text = f"step {event['step']:,}: {text}"
             troubles.append(Trouble(name, text, int(event.get("count", 1))))
-    return troubles
+    return [trouble._replace(label=label) for trouble in troubles]
 
 
 def wrong(troubles: Sequence[Trouble]) -> Answer:
@@ -224,10 +214,6 @@ def wrong(troubles: Sequence[Trouble]) -> Answer:
 
 
 # ---------------------------------------------------------------- several runs
-
-
-def _labelled(view: RunView) -> list[Trouble]:
-    return [trouble._replace(label=view.label) for trouble in troubles_of(view)]
 
 
 def _best_run(views: Sequence[RunView]) -> Answer:
@@ -257,9 +243,7 @@ def _fastest(views: Sequence[RunView]) -> Answer:
     return Answer(FAST, text, ends)
 
 
-def _study_head(
-    seen: StudyView, recommendations: Sequence[Recommendation], law: LawView | None
-) -> Head:
+def _study_head(seen: StudyView, law: LawView | None) -> Head:
     states = [result.state for result in seen.results]
     text = f"{states.count('finished')} of {plural(len(states), 'cell')} finished"
     counted = Counter(state for state in states if state != "finished")
@@ -268,7 +252,7 @@ def _study_head(
     scaling, path = seen.study.scaling, seen.study.path.resolve()
     if scaling:
         kicker, subtitle = "A scaling study", DESCRIPTIONS[scaling.kind]
-        answers += _scaling(seen, recommendations)
+        answers += _scaling(seen)
     else:
         kicker = "A ladder" if law else "A study"
         subtitle = "; ".join(f"{key}: {', '.join(map(show, x))}" for key, x in seen.swept.items())
@@ -282,7 +266,7 @@ def _study_head(
     ]
     for view in seen.views:  # the reason of a bad cell says how it ended
         ends = ("failure", "divergence", "kill") if view.run.path in bad else ()
-        troubles += [one for one in _labelled(view) if one.name not in ends]
+        troubles += [one for one in troubles_of(view, view.label) if one.name not in ends]
     answers += [cost(seen.views), wrong(troubles)]
     return Head(kicker, path.name, subtitle, answers)
 
@@ -299,7 +283,7 @@ def _best_cell(seen: StudyView) -> Answer:
     return Answer(GOOD, text, ", ".join(filter(None, [*parts, seen.winners.remark])))
 
 
-def _scaling(seen: StudyView, recommendations: Sequence[Recommendation]) -> list[Answer]:
+def _scaling(seen: StudyView) -> list[Answer]:
     """How well it scales, and how fast it was."""
     question = "How well does it scale?"
     measured = [setup for setup in seen.setups if setup.measured]
@@ -308,8 +292,8 @@ def _scaling(seen: StudyView, recommendations: Sequence[Recommendation]) -> list
         return [Answer(question, f"Unknown: {'; '.join(reasons)}"), Answer(FAST, "Unknown")]
     largest = max(measured, key=lambda setup: setup.world)
     fastest = max(measured, key=lambda setup: setup.values["samples_per_s"])
-    if recommendations:
-        best = recommendations[0]
+    if seen.recommendations:
+        best = seen.recommendations[0]
         quality = Answer("Which setup is best?", best.name, best.why)
     elif "efficiency" in largest.values and len({setup.world for setup in measured}) > 1:
         efficiency = show(largest.values["efficiency"], "share")

@@ -88,7 +88,7 @@ AXES = ("step", "tokens", "hours")
 
 def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which a run has numbers, the loss first; of several runs one column each."""
-    drawn = [_loss_chart(views), *_source_and_suite_charts(views)]
+    drawn = [_loss_chart(views), *_score_charts(views)]
     logged: list[Track | None] = [view.logged for view in views]
     names = (name for view in views for name in view.logged.columns if name.startswith("log."))
     for name in dict.fromkeys(names):
@@ -115,42 +115,34 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
 def _loss_chart(views: Sequence[RunView]) -> Chart:
     """The losses of all runs, in bits per byte if they only compare so."""
     in_bits = common_measure([view.validation for view in views])[0] == BITS
-    series = []
+    several, series = len(views) > 1, list[Series]()
     for run, view in enumerate(views):
         factor, data = 1.0, view.validation
         if in_bits:  # bits per byte of a loss of 1 nat per token
             factor = data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
-        series += _losses(views, run, factor)
+        if len(view.train):
+            name = view.label if several else "training"
+            training = _series(views, run, view.train, "loss", name, factor)
+            series.append(replace(training, smooth=True, bad=True))
+        names = {
+            "loss": ("validation", 1),
+            "average_loss": ("validation, averaged weights", 3),
+            "train_loss": ("a sample of the training data", 2),  # without dropout, always the same
+        }
+        if several:
+            names = {"loss": (f"{view.label}, validation", run)}
+        track = view.evals.get(LOSS)
+        for column, (name, number) in names.items():
+            if track and track.has("loss") and track.has(column):
+                line = _series(views, run, track, column, name, factor)
+                points = "only" if several else "line"
+                series.append(replace(line, number=number, points=points))
     unit = "bits per byte" if in_bits else "nats per token"
-    note = "lines: training, points: validation" if len(views) > 1 else ""
+    note = "lines: training, points: validation" if several else ""
     return Chart("loss", "Loss", unit, series, y=Axis(log=is_spread(series)), note=note)
 
 
-def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
-    view, several, series = views[run], len(views) > 1, list[Series]()
-    if len(view.train):
-        name = view.label if several else "training"
-        training = _series(views, run, view.train, "loss", name, factor)
-        series.append(replace(training, smooth=True, bad=True))
-    track = view.evals.get(LOSS)
-    if track is None or not track.has("loss"):
-        return series
-    if several:
-        validation = _series(views, run, track, "loss", f"{view.label}, validation", factor)
-        return [*series, replace(validation, points="only")]
-    names = {
-        "loss": ("validation", 1),
-        "average_loss": ("validation, averaged weights", 3),
-        "train_loss": ("a sample of the training data", 2),  # without dropout, always the same
-    }
-    for column, (name, number) in names.items():
-        if track.has(column):
-            line = _series(views, run, track, column, name, factor)
-            series.append(replace(line, number=number, points="line"))
-    return series
-
-
-def _source_and_suite_charts(views: Sequence[RunView]) -> list[Chart]:
+def _score_charts(views: Sequence[RunView]) -> list[Chart]:
     """The losses of a mixture's sources, and the scores of other suites than the loss.
 
     One run has a chart with a line for each, but a table alone for many scores; several runs have
@@ -160,35 +152,24 @@ def _source_and_suite_charts(views: Sequence[RunView]) -> list[Chart]:
     fields = dict.fromkeys(name for track in losses if track for name in track.columns)
     sources = (name for name in fields if of_source(name) and name.endswith(".loss"))
     columns = {name: name.split(".")[1] for name in sources}
-    chart = Chart("source-validation", f"{loss.heading}, validation", loss.unit, ())
-    drawn = _of_each(views, chart, losses, columns)
+    title = f"{loss.heading}, validation"
+    groups = [("source-validation", title, loss.unit, losses, columns)]
     for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
-        tracks = [view.evals.get(suite) for view in views]
         lines = (view.numbers.suites.get(suite, []) for view in views)
         names = dict.fromkeys(name for own in lines for name in score_fields(own))
         columns = {name: name.replace("_", " ") for name in names}
         if len(views) > 1 or len(names) <= COLOURS:
-            drawn += _of_each(views, Chart(f"suite-{slug(suite)}", suite, "", ()), tracks, columns)
-    return drawn
-
-
-def _of_each(
-    views: Sequence[RunView],
-    chart: Chart,
-    tracks: Sequence[Track | None],
-    columns: Mapping[str, str],
-) -> list[Chart]:
-    """The chart with the columns of a run, or for several runs a chart for each column."""
-    own = [(chart.id, chart.title, columns)]
-    if len(views) > 1:
-        own = [
-            (f"{chart.id}-{slug(text)}", f"{chart.title}, {text}", {name: text})
-            for name, text in columns.items()
-        ]
+            tracks = [view.evals.get(suite) for view in views]
+            groups.append((f"suite-{slug(suite)}", suite, "", tracks, columns))
     drawn = []
-    for key, title, shown in own:
-        lines = [replace(line, points="line") for line in _columns(views, tracks, shown)]
-        drawn.append(replace(chart, id=key, title=title, series=lines))
+    for key, title, unit, tracks, columns in groups:
+        each = {key: (title, columns)}
+        if len(views) > 1:
+            pairs = columns.items()
+            each = {f"{key}-{slug(x)}": (f"{title}, {x}", {name: x}) for name, x in pairs}
+        for chart_id, (heading, shown) in each.items():
+            series = [replace(one, points="line") for one in _columns(views, tracks, shown)]
+            drawn.append(Chart(chart_id, heading, unit, series))
     return drawn
 
 

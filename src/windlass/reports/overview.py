@@ -34,50 +34,37 @@ class RunRow(NamedTuple):
 def overview(directory: Path) -> list[RunRow]:
     """A row for each run and study at or under a directory, by name; a row for each cell of a
     study."""
-    if Study.is_study(directory):
-        rows = [_cell_row(result) for result in Study.open(directory).results()]
-        return sorted(rows, key=lambda row: row.run)
     rows, listed = list[RunRow](), set[Path]()
+    if Study.is_study(directory):
+        listed.add(directory)
+        rows = [_cell_row(result) for result in Study.open(directory).results()]
     for depth in range(DEPTH + 1):
         files = (directory.glob("*/" * depth + name) for name in ("recipe.toml", STUDY))
         for path in sorted({file.parent for level in files for file in level}):
-            if listed.isdisjoint(path.parents):
-                listed.add(path)
-                name = str(path.relative_to(directory)) if depth else path.resolve().name
-                rows.append((_study_row if Study.is_study(path) else _run_row)(path, name))
+            if not listed.isdisjoint((path, *path.parents)):
+                continue
+            listed.add(path)
+            name = str(path.relative_to(directory)) if depth else path.resolve().name
+            if Study.is_study(path):
+                rows.append(_study_row(path, name))
+                continue
+            run = Run(path)
+            numbers = read_numbers(run)
+            state, steps = run.state_by(numbers.history), numbers.steps
+            left = numbers.seconds_left(steps) if state == "running" else None
+            rows.append(_row(RunRow(name, state, steps=steps, left_s=left), run, numbers))
     return sorted(rows, key=lambda row: row.run)
 
 
-def _run_row(path: Path, name: str) -> RunRow:
-    run = Run(path)
-    numbers = read_numbers(run)
-    state = run.state_by(numbers.history)
-    left = numbers.seconds_left(numbers.steps) if state == "running" else None
-    return _row(name, run, state, numbers, numbers.steps, left)
-
-
 def _cell_row(result: CellResult) -> RunRow:
-    name = result.cell.directory
-    if not result.run.exists:
-        return RunRow(name, result.state, steps=result.steps)
-    return _row(name, result.run, result.state, result.numbers, result.steps, result.left_s)
+    row = RunRow(result.cell.directory, result.state, steps=result.steps, left_s=result.left_s)
+    return _row(row, result.run, result.numbers) if result.run.exists else row
 
 
-def _row(
-    name: str, run: Run, state: str, numbers: RunNumbers, steps: int | None, left: float | None
-) -> RunRow:
-    return RunRow(
-        name,
-        state,
-        step=numbers.step,
-        steps=steps,
-        left_s=left,
-        loss=numbers.loss,
-        best_loss=numbers.best_loss,
-        tokens_per_s=numbers.tokens_per_s,
-        device_hours=numbers.device_hours,
-        gpu_hours=numbers.device_hours if run.on_gpus else None,
-    )
+def _row(row: RunRow, run: Run, numbers: RunNumbers) -> RunRow:
+    names = ("step", "loss", "best_loss", "tokens_per_s", "device_hours")
+    values = {name: getattr(numbers, name) for name in names}
+    return row._replace(**values, gpu_hours=numbers.device_hours if run.on_gpus else None)
 
 
 def _study_row(path: Path, name: str) -> RunRow:

@@ -1,6 +1,6 @@
-"""The page of a report: one file, from the template `page.html` with autoescape.
+"""The contents of a report, and its page: one file, from the template `page.html` with autoescape.
 
-The content security policy allows its script by hash, and no address at all.
+The content security policy allows the page's script by hash, and no address at all.
 """
 
 from __future__ import annotations
@@ -21,14 +21,84 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from windlass import __version__
-from windlass.reports.charts import AXES, Chart
-from windlass.reports.contents import Contents
+from windlass.reports import study as studies
+from windlass.reports import tables
+from windlass.reports.answers import head_of
+from windlass.reports.charts import AXES, Chart, charts
+from windlass.reports.law import LawView, ladder_view, prediction_view
+from windlass.reports.published import published
+from windlass.reports.study import StudyView
+from windlass.reports.tables import Table
 from windlass.reports.view import RunView
+from windlass.study.grid import SEED
 from windlass.telemetry.measures import show
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
 
+CELL_PAGES = 200  # of a study, at most: each takes a tenth of a second and 100 kB
 SAMPLES = 40  # steps of each run with samples in the page: evenly spaced, with the first and last
+
+
+class Contents:
+    """What a report on some runs, or on a study with its started runs, shows: once for its page,
+    Markdown, tables and plots.
+
+    UserError if no published `table` has that name, or the law does not compare with the runs.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[RunView],
+        study: StudyView | None = None,
+        table: str = "",
+        law: str = "",
+    ):
+        self.views, self.study = views, study
+        self.single = len(views) == 1 and not study
+        self.published = published(views, study, table)
+        self.cell_pages = list(views[:CELL_PAGES]) if study else []
+        self.run_charts, self.time = charts(views), tables.times(views)
+        self.settings, self.base = tables.all_settings(views), tables.base_of(views)
+        # A study's table of cells has the settings that differ.
+        self.differing = [row for row in self.settings if row.differs and not study]
+        self.changed = [row for row in self.settings if row.changed and not row.differs]
+
+        self.scaled: Table | None = None  # the table of setups
+        self.law: LawView | None = None
+        self.study_charts = list[Chart]()
+        self.recommendations = study.recommendations if study else []
+        self.winner_title = "The best"
+        shown = list[Table]()  # in the order of report.md
+        if study and study.study.scaling:
+            self.scaled = studies.setup_table(study.study, study.setups)
+            self.study_charts = studies.scaling_charts(study.study.scaling, study.setups)
+            self.winner_title = "The recommended setup"
+            shown.append(self.scaled)
+        elif study and study.study.kind == "ladder":
+            self.law = ladder_view(study.study)
+        elif study:
+            self.study_charts = studies.sweep_charts(study)
+        elif law:
+            self.law = prediction_view(law, [view.run for view in views])
+        if self.law:
+            self.study_charts = list(self.law.charts)
+            shown += self.law.tables
+        self.head = head_of(views, study, self.law)
+
+        self.evaluations = list[Table]()
+        if self.single:
+            self.results = tables.results(views[0])  # every measure
+            self.evaluations = tables.evaluations(views[0])
+            shown.append(tables.results(views[0], brief=True))
+        else:
+            self.results = tables.comparison(views, self.settings)
+            shown.append(studies.cell_table(study) if study else self.results)
+            if study and SEED in study.study.keys:
+                shown.append(studies.seed_table(study))
+        if len(self.time.columns) > 1:
+            shown.append(self.time)
+        self.tables = {table.name: table for table in [*shown, *self.evaluations]}  # for people
+        self.pictures: list[Chart] = [*self.study_charts, *self.run_charts]
 
 
 def cell_page(view: RunView) -> str:
@@ -41,12 +111,29 @@ def page(report: Contents) -> str:
     script = "\n".join(("(() => {", '"use strict";', *js, "})();", ""))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     lines = [*report.run_charts, *report.study_charts]
-    results = report.study.results if report.study else []
+    study = report.study
+    results = study.results if study else []
     pages = {view.run.path: cell_page(view) for view in report.cell_pages}
     samples = _samples(report.views)
+    curves = {"curves": "Curves" if report.run_charts else ""}
+    swept = study and report.study_charts and not report.scaled and not report.law
+    sections = {  # the headings in their order; empty: no such section
+        **({} if study else curves),
+        "published": report.published.title if report.published else "",
+        "winner": report.winner_title if report.recommendations else "",
+        "scaling": "Scaling" if report.scaled else "",
+        "law": "The law of scaling" if report.law else "",
+        "swept": f"{study.heading} by setting" if study and swept else "",
+        "cells": "Cells" if study else "",
+        **(curves if study else {}),
+        "results": "" if study else "Results",
+        "time": report.time.title if "time" in report.tables else "",
+        "samples": "Samples" if samples else "",
+        "settings": "Settings",
+    }
     context = {
         **vars(report),
-        "sections": _sections(report, bool(samples)),
+        "sections": {name: heading for name, heading in sections.items() if heading},
         "samples": samples,
         "version": __version__,
         "style": Markup(css),
@@ -60,34 +147,6 @@ def page(report: Contents) -> str:
         "sample_limit": SAMPLES,
     }
     return _template().render(context)
-
-
-def _sections(report: Contents, samples: bool) -> dict[str, str]:
-    """The headings of the page's sections in their order."""
-    study, sections = report.study, dict[str, str]()
-    if report.run_charts and not study:
-        sections["curves"] = "Curves"
-    if report.published:
-        sections["published"] = report.published.title
-    if report.recommendations:
-        sections["winner"] = report.winner_title
-    if report.scaled:
-        sections["scaling"] = "Scaling"
-    elif report.law:
-        sections["law"] = "The law of scaling"
-    elif study and report.study_charts:
-        sections["swept"] = f"{study.heading} by setting"
-    if study:
-        sections["cells"] = "Cells"
-        if report.run_charts:
-            sections["curves"] = "Curves"
-    else:
-        sections["results"] = "Results"
-    if "time" in report.tables:
-        sections["time"] = report.time.title
-    if samples:
-        sections["samples"] = "Samples"
-    return sections | {"settings": "Settings"}
 
 
 @cache

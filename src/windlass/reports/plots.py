@@ -16,7 +16,7 @@ from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from windlass.reports.charts import Chart, Series
+from windlass.reports.charts import Axis, Chart
 from windlass.reports.view import RunView
 
 SOFT, GREY = "#6b7280", "#b6bcc5"
@@ -61,7 +61,23 @@ def draw(chart: Chart, runs: Sequence[RunView] = (), first_step: float = -math.i
     axes = figure.add_subplot(title=chart.title)
     axes.margins(x=0.015)
     _lines(axes, chart, runs, first_step)
-    _scales(axes, chart)
+    if chart.y.zero:
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
+    if chart.y.log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter(ticker.ScalarFormatter())
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+    if chart.id == "lr":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=False)
+    elif axes.get_ylim()[1] >= 10_000:
+        axes.yaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
+    if chart.x.values:
+        _name_ticks(axes, chart.x)
+    else:
+        if axes.get_xlim()[1] >= 20_000:
+            axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
     names = axes.get_legend_handles_labels()[1]
     longest = max(map(len, names), default=0)
     if len(names) > 4 or longest > 24:  # a large legend lies below, and the figure grows by it
@@ -88,8 +104,21 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[RunView], first_step: float) 
         keep = series.x >= first_step
         # the lines name several runs, their points do not
         unnamed = len(chart.series) == 1 or (several and series.points == "only")
-        _curve(axes, series, keep, None if unnamed else label(series.name))
-        bad = series.x[keep & ~np.isfinite(series.y) & series.bad]
+        x, y = series.x[keep], series.y[keep]
+        colour = GREY if series.grey else PALETTE[series.colour]
+        if series.low is not None and series.high is not None:
+            band = {"color": colour, "alpha": 0.14, "linewidth": 0}
+            axes.fill_between(x, series.low[keep], series.high[keep], **band)
+        looks: dict[str, Any] = {"color": colour, "linestyle": DASHES[series.dash]}
+        if series.points == "only":
+            looks["linestyle"] = "none"
+        if series.points or len(x) == 1:
+            looks["markerfacecolor"] = colour if series.points == "median" else "white"
+            looks |= {"marker": SHAPES[series.dash], "markersize": 4.5, "markeredgewidth": 1.2}
+        looks["linewidth"] = 1.1 if series.minor or series.points or series.grey else 1.6
+        looks["zorder"] = 1.5 if series.grey else {"": 2, "median": 3}.get(series.points, 4)
+        axes.plot(x, y, label=None if unnamed else label(series.name), **looks)
+        bad = x[~np.isfinite(y) & series.bad]
         if len(bad):
             cross = {"linestyle": "none", "marker": "x", "zorder": 5, "color": PALETTE[6]}
             cross["label"] = f"not finite{f', {series.name}' if several else ''}"
@@ -101,58 +130,14 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[RunView], first_step: float) 
                 axes.axvline(restart.step, label=label(restart.what), **dotted)
 
 
-def _curve(axes: Any, series: Series, keep: Any, label: str | None) -> None:
-    """One line with its band."""
-    x, y = series.x[keep], series.y[keep]
-    colour = GREY if series.grey else PALETTE[series.colour]
-    if series.low is not None and series.high is not None:
-        band = {"color": colour, "alpha": 0.14, "linewidth": 0}
-        axes.fill_between(x, series.low[keep], series.high[keep], **band)
-    marker: dict[str, Any] = {}
-    if series.points or len(x) == 1:
-        face = colour if series.points == "median" else "white"
-        marker = {"marker": SHAPES[series.dash], "markerfacecolor": face}
-        marker |= {"markersize": 4.5, "markeredgewidth": 1.2}
-    axes.plot(
-        x,
-        y,
-        color=colour,
-        linestyle="none" if series.points == "only" else DASHES[series.dash],
-        linewidth=1.1 if series.minor or series.points or series.grey else 1.6,
-        zorder=1.5 if series.grey else {"": 2, "median": 3}.get(series.points, 4),
-        label=label,
-        **marker,
-    )
-
-
-def _scales(axes: Any, chart: Chart) -> None:
-    if chart.y.zero:
-        axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
-    if chart.y.log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_major_formatter(ticker.ScalarFormatter())
-        axes.yaxis.set_minor_locator(ticker.NullLocator())
-    if chart.id == "lr":
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=False)
-    elif axes.get_ylim()[1] >= 10_000:
-        axes.yaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
-    if chart.x.values:
-        _named_ticks(axes, chart)
-        return
-    if axes.get_xlim()[1] >= 20_000:
-        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
-
-
-def _named_ticks(axes: Any, chart: Chart) -> None:
+def _name_ticks(axes: Any, x: Axis) -> None:
     """A tick at each place of a study's axis; a name that would touch the last one is left out."""
-    axes.set_xscale("log" if chart.x.log else "linear")
-    axes.xaxis.set_major_locator(ticker.FixedLocator(chart.x.values))
+    axes.set_xscale("log" if x.log else "linear")
+    axes.xaxis.set_major_locator(ticker.FixedLocator(x.values))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-    at = np.log(chart.x.values) if chart.x.log else np.array(chart.x.values)
+    at = np.log(x.values) if x.log else np.array(x.values)
     names, free = list[str](), -math.inf
-    for place, name in zip((at - at[0]) / (at[-1] - at[0] or 1), chart.x.names, strict=True):
+    for place, name in zip((at - at[0]) / (at[-1] - at[0] or 1), x.names, strict=True):
         names.append(name if place >= free else "")
         free = place + 0.08 if names[-1] else free
     axes.set_xticklabels(names)

@@ -1,7 +1,5 @@
-"""The tables of published pieces of work, filled from a run or a study by the name of its preset.
-
-A reason in words stands for each missing value.
-"""
+"""The tables of published pieces of work, filled from a run or a study by the name of its preset;
+a reason in words stands for each missing value."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ from windlass.telemetry.measures import EPOCH_LOSS, RUN, SETUP, Measure, of_resu
 
 WAITING = {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}
 COUNTS = ("world", "batch_per_device")  # also without a GPU
-# of the rows of a table, by `rows` of its specification
-SOURCES = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}
+SOURCES = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}  # by a table's `rows`
 
 
 class Heading(NamedTuple):
@@ -100,7 +97,11 @@ def published(
     elif spec["rows"] == "cell" and study:
         # the table cannot tell the cells apart if the study varies another setting
         if name or set(study.varied) <= {heading.name for heading in headings}:
-            rows = _cell_rows(study)
+            begun = {view.run.path: _run_row(view) for view in study.views}
+            for result in study.results:
+                row = begun.get(result.run.path, Row({}, "", None))
+                values = {**row.values, **result.cell.assignment}
+                rows.append(row._replace(values=values, state=result.state))
     elif spec["rows"] == "setup" and study:
         gpus = any(map(_on_gpus, study.views)) if study.views else None
         rows = [_setup_row(study, setup, gpus) for setup in study.setups]
@@ -135,27 +136,13 @@ def _on_gpus(view: RunView) -> bool:
 
 
 def _run_row(view: RunView) -> Row:
-    state = (
-        "waiting"
-        if not view.numbers.step
-        else "finished"
-        if view.state == "finished"
-        else "running"
-    )
+    state = "finished" if view.state == "finished" else "running"
+    if not view.numbers.step:
+        state = "waiting"
     nodes = (view.run.environment.get("launch") or {}).get("nodes", 1)
     setup = f"{plural(nodes, 'host')}, {plural(int(view.values.get('world') or 1), 'rank')}"
     own = {**view.settings, **view.values, "run": view.label, "setup": setup}
     return Row(own, state, _on_gpus(view))
-
-
-def _cell_rows(study: StudyView) -> list[Row]:
-    begun = {view.run.path: _run_row(view) for view in study.views}
-    rows = []
-    for result in study.results:
-        row = begun.get(result.run.path, Row({}, "", None))
-        values = {**row.values, **result.cell.assignment}
-        rows.append(row._replace(values=values, state=result.state))
-    return rows
 
 
 def _setup_row(study: StudyView, setup: Setup, gpus: bool | None) -> Row:

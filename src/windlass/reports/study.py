@@ -1,4 +1,5 @@
-"""A study in a report: its cells, the score against each swept setting, and the best cell.
+"""A study in a report: its cells and the score against each swept setting, or its setups with their
+throughput and efficiency; and the best cell or the recommended setup.
 
 The score is the measure that `checkpoint.best` names, as the validation loss or `squad.f1`.
 """
@@ -14,13 +15,31 @@ import numpy as np
 from windlass.errors import by_text
 from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread
 from windlass.reports.tables import Column, Table, measure_column, numeric
-from windlass.reports.view import RunView
-from windlass.study.grid import SEED, label_of, short_names
+from windlass.reports.view import Numbers, RunView
+from windlass.study.grid import NODES, SEED, WORLD, label_of, short_names
 from windlass.study.results import BITS, SeedGroup, seed_groups
-from windlass.study.setups import read_setups
-from windlass.study.study import Study
-from windlass.telemetry.measures import LOSS, show, title_of
+from windlass.study.setups import WARMUP, Setup, baseline, read_setups
+from windlass.study.study import Scaling, Study
+from windlass.telemetry.measures import LOSS, SETUP, show, title_of
 from windlass.variables import scrub
+
+RANKS = "N0 the fewest ranks, p = N ÷ N0; speed-up = efficiency · p"
+FORMULAS = {
+    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}.",
+    "fixed-data": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample, {RANKS}.",
+    "weak batch": f"Efficiency = T(N0) ÷ T(N), T the time of a step, {RANKS}.",
+    "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
+    f"in a step, {RANKS}.",
+    "strategies": "Recommended: the setup with the least memory among those within 2 % of the "
+    "fastest.",
+}
+DESCRIPTIONS = {
+    "strong": "strong scaling: the batch of a step stays",
+    "fixed-data": "fixed data: the batch of a rank and the data stay",
+    "weak batch": "weak scaling: the batch of a rank stays",
+    "weak model": "weak scaling: the layers grow with the ranks",
+    "strategies": "strategies at one number of ranks",
+}
 
 
 class Recommendation(NamedTuple):
@@ -64,6 +83,9 @@ class StudyView:
 
     @property
     def recommendations(self) -> list[Recommendation]:
+        """The best cell of each group, or the recommended setup of a scaling study."""
+        if self.study.scaling:
+            return recommended(self.study, self.setups)
         recommendations = []
         for place, group in enumerate(self.winners.groups):
             command = self.study.winner_command(group.assignment)
@@ -113,42 +135,145 @@ def seed_table(seen: StudyView) -> Table:
 
 
 def sweep_charts(seen: StudyView) -> list[Chart]:
-    charts = [_against(seen, key, values) for key, values in seen.swept.items()]
+    """The best score against each setting: a line for each choice of the other settings. Solid
+    points are medians over the seeds, with a hollow one for each seed."""
+    charts, names = [], short_names(seen.study.keys)
+    lower = any(result.numbers.lower for result in seen.results)
+    for key, values in seen.swept.items():
+        numbers = numeric(values)
+        places = [float(value) if numbers else float(i) for i, value in enumerate(values)]
+        lines: dict[str, list[SeedGroup]] = {}  # the groups with a median, by the other settings
+        for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
+            rest = {other: value for other, value in group.assignment.items() if other != key}
+            own = lines.setdefault(label_of(rest, names), [])
+            if group.scores:
+                own.append(group)
+        series, note = list[Series](), ""
+        for number, (name, groups) in enumerate(lines.items()):
+            if not groups:
+                continue
+            x = [places[values.index(group.assignment[key])] for group in groups]
+            counts = [len(group.scores) for group in groups]
+            points = "median" if max(counts) > 1 else "line"
+            medians = np.array([group.median for group in groups], dtype=np.float64)
+            series.append(Series(scrub(name), medians, {"x": np.array(x)}, number, points=points))
+            if max(counts) > 1:
+                seeds = np.array([score for group in groups for score in group.scores])
+                at = {"x": np.repeat(x, counts)}
+                series.append(Series("", seeds, at, number, points="only"))
+                note = "solid: medians over the seeds, hollow: each seed"
+        if series:
+            log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
+            chart_id = f"{seen.study.measure}-against-{names[key]}".replace(".", "-")
+            title = f"{seen.title[0].upper()}{seen.title[1:]} against {key}"
+            x_axis = Axis(names[key], places, [show(value) for value in values], log=log)
+            y_axis = Axis(log=lower and is_spread(series))
+            charts.append(Chart(chart_id, title, seen.unit, series, x_axis, y_axis, note))
+    return charts
+
+
+# ---------------------------------------------------------------- scaling
+
+
+def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
+    """A row for each setup. The CSV has every number; people see the columns with a value."""
+    strategies = any("recommended" in row.values for row in setups)
+    keys = dict.fromkeys(k for row in setups for k in row.assignment if k not in (WORLD, NODES))
+    columns = [Column("setup", "Setup", short="setup"), Column("state", "State", short="state")]
+    columns += [Column(key, shown=False) for key in keys]
+    for name, own in SETUP.items():
+        values = [row.values[name] for row in setups if row.values.get(name) is not None]
+        different = len({show(value, own.kind) for value in values}) > 1
+        shown = bool(own.heading and values) and (different or own.only != "varied")
+        shown &= strategies or own.only != "strategies"
+        columns.append(Column(name, own.heading, own.kind, own.short, shown))
+    hidden = ("reason", "remarks", "recommended_because", "reasons")
+    columns += [Column(name, shown=False) for name in hidden]
+    rows = []
+    for row in setups:
+        cells = {
+            **row.assignment,
+            **row.values,
+            "setup": row.name,
+            "state": row.result.state,
+            "reason": row.result.reason,
+            "remarks": "; ".join(row.remarks),
+            "recommended_because": row.recommended_because,
+            "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
+        }
+        rows.append([cells.get(column.name) for column in columns])
+    return Table("scaling", columns, rows, "Setups", sentences(study, setups))
+
+
+def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
+    scaling = study.scaling or Scaling("strategies")
+    text = [
+        "Step: the median over the lines of the ledger that begin after "
+        f"{WARMUP} steps of each start. {FORMULAS[scaling.kind]}"
+    ]
+    text += by_text((row.name, f"{remark}.") for row in setups for remark in row.remarks)
+    text += by_text((row.name, row.result.reason) for row in setups if row.result.reason)
+    # why columns have dashes, in one note: a sentence for each reason
+    other = "compared" if scaling.mode == "strategies" else "strategies"
+    columns: dict[str, dict[str, None]] = {}  # titles by reason
+    for name, measure in SETUP.items():
+        if measure.heading and measure.only not in ("optional", other):
+            for row in setups:
+                if row.measured and name in row.missing:
+                    title = measure.title.partition(" (")[0]
+                    columns.setdefault(row.missing[name], {})[title] = None
+    reasons = [f"{', '.join(titles)}: {why}." for why, titles in columns.items()]
+    return text + ([f"A dash marks a missing value. {' '.join(reasons)}"] if reasons else [])
+
+
+def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
+    """The recommended setup of a study of strategies."""
+    recommendations = []
+    for row in setups:
+        if row.recommended_because:
+            assignment = {key: value for key, value in row.assignment.items() if key != NODES}
+            command = study.winner_command(assignment, row.world)
+            speed = show(row.values["samples_per_s"], "rate")
+            memory = show(row.values["peak_mem_mb"], "mb")
+            why = f"{speed} samples/s, {memory} MB on the fullest rank; "
+            why += f"recommended: {row.recommended_because}"
+            cells = [study.cells.index(row.result.cell)]
+            recommendations.append(Recommendation(row.name, why, command, cells))
+    return recommendations
+
+
+def scaling_charts(scaling: Scaling, setups: Sequence[Setup]) -> list[Chart]:
+    """Throughput and efficiency against ranks; none at one number of ranks."""
+    measured = sorted((s for s in setups if s.measured), key=lambda setup: setup.world)
+    if len({setup.world for setup in measured}) < 2:
+        return []
+    ranks = np.array([float(setup.world) for setup in measured])
+    axis = Axis("ranks", ranks.tolist(), [f"{n:g}" for n in ranks], log=True)
+    note = "against ranks"
+    throughput, efficiency = [_measured(measured, "samples_per_s", 1)], list[Series]()
+    base = baseline(setups)
+    if base.measured:  # nothing compares with a baseline without numbers
+        growth = ranks / base.world
+        if scaling.grow == "model":
+            flops = np.array([setup.values["flops_per_device"] for setup in measured])
+            growth = base.values["flops_per_device"] / flops
+        throughput.append(_ideal(ranks, base.values["samples_per_s"] * growth))
+        efficiency.append(_measured(measured, "efficiency", 100))
+        efficiency.append(_ideal(ranks, np.full_like(ranks, 100)))
+    # proportional throughput is a straight line only if both scales are logarithmic
+    log, zero = Axis(log=True), Axis(zero=True)
+    charts = [
+        Chart("scaling-throughput", "Throughput", "samples/s", throughput, axis, log, note),
+        Chart("scaling-efficiency", "Efficiency", "%", efficiency, axis, zero, note),
+    ]
     return [chart for chart in charts if chart.series]
 
 
-def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
-    """The best score against a setting: a line for each choice of the other settings. Solid points
-    are medians over the seeds, with a hollow one for each seed."""
-    names, numbers = short_names(seen.study.keys), numeric(values)
-    places = [float(value) if numbers else float(i) for i, value in enumerate(values)]
-    lines: dict[str, list[SeedGroup]] = {}  # the groups with a median, by the other settings
-    for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
-        rest = {other: value for other, value in group.assignment.items() if other != key}
-        own = lines.setdefault(label_of(rest, names), [])
-        if group.scores:
-            own.append(group)
-    series, circles = list[Series](), False
-    for number, (name, groups) in enumerate(lines.items()):
-        at = [places[values.index(group.assignment[key])] for group in groups]
-        several = any(len(group.scores) > 1 for group in groups)
-        if groups:
-            medians = np.array([group.median for group in groups], dtype=np.float64)
-            points = "median" if several else "line"
-            series.append(Series(scrub(name), medians, {"x": np.array(at)}, number, points=points))
-        if several:
-            counts = [len(group.scores) for group in groups]
-            seeds = np.array([score for group in groups for score in group.scores])
-            series.append(Series("", seeds, {"x": np.repeat(at, counts)}, number, points="only"))
-            circles = True
-    log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
-    lower = any(result.numbers.lower for result in seen.results)
-    return Chart(
-        f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
-        f"{seen.title[0].upper()}{seen.title[1:]} against {key}",
-        seen.unit,
-        series,
-        x=Axis(names[key], places, [show(value) for value in values], log=log),
-        y=Axis(log=lower and is_spread(series)),
-        note="solid: medians over the seeds, hollow: each seed" if circles else "",
-    )
+def _measured(setups: Sequence[Setup], name: str, factor: float) -> Series:
+    y = np.array([setup.values.get(name, np.nan) for setup in setups], dtype=np.float64)
+    x = {"x": np.array([float(setup.world) for setup in setups])}
+    return Series("measured", y * factor, x, points="line")
+
+
+def _ideal(ranks: Numbers, y: Numbers) -> Series:
+    return Series("ideal", y, {"x": ranks}, number=1, grey=True, minor=True)

@@ -20,7 +20,6 @@ from windlass.variables import scrub
 if TYPE_CHECKING:
     from rich.console import Group
 
-
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}
     | {
@@ -195,8 +194,9 @@ def evaluations(view: RunView) -> list[Table]:
     tables = []
     for suite, track in view.evals.items():
         columns = [column for column in place if track.has(column.name)]
-        for name in sorted(track.measures(), key=lambda name: name == "runtime_s"):
-            columns.append(Column(name, of_eval(name).title, of_eval(name).kind))
+        for name in sorted(track.columns, key=lambda name: name == "runtime_s"):
+            if of_eval(name).role != "place" and track.has(name):
+                columns.append(Column(name, of_eval(name).title, of_eval(name).kind))
         rows = list[list[Any]]()
         for i, line in enumerate(view.numbers.suites[suite]):
             numbers = [(column.name, float(track[column.name][i])) for column in columns]
@@ -245,11 +245,3 @@ def base_of(views: Sequence[RunView]) -> str:
     if not names & {*presets()}:
         return "the defaults"
     return f"the preset {names.pop()}" if len(names) == 1 else "their presets"
-
-
-def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
-    same = not any(row.differs for row in rows)
-    columns = [Column("setting", "Setting")]
-    columns += [Column("value", "Value")] if same else [Column(view.label) for view in views]
-    lines = [(row.key, *(row.values[:1] if same else row.values)) for row in rows]
-    return Table("settings", columns, lines, "Settings")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
 from windlass.run import STARTS, Line, Run, effective, read_lines, timestamp
 from windlass.study.results import RunNumbers, Value, number, validation_data
-from windlass.telemetry.measures import DEVICE, of_eval
+from windlass.telemetry.measures import DEVICE, LOSS, show
 from windlass.variables import scrub
 
 Numbers = NDArray[np.float64]
@@ -52,10 +53,6 @@ class Track:
 
     def has(self, name: str) -> bool:
         return bool(np.isfinite(self[name]).any())
-
-    def measures(self) -> list[str]:
-        """The columns that measure something, in the order in which they were first written."""
-        return [name for name in self.columns if of_eval(name).role != "place" and self.has(name)]
 
 
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
@@ -166,8 +163,8 @@ class Restart(NamedTuple):
     step: float
     tokens: float
     hours: float
-    time: str  # of day, as in the ledger
-    text: str  # the same for people, with the settings that changed
+    time: str  # as in the ledger
+    text: str  # `what`, with the settings that changed
 
 
 class RunView:
@@ -200,24 +197,17 @@ class RunView:
     @cached_property
     def values(self) -> dict[str, Value]:
         """Every number of the run by its name in `measures.RUN`, for tables and CSV."""
-        return {"state": self.state, **self.numbers.values(device_numbers(self.ranks))}
-
-
-def device_numbers(ranks: Sequence[Track]) -> dict[str, float]:
-    """Means over the samples of all ranks in training steps, by the names of DEVICE.
-
-    The power is the mean of all samples, and `peak_alloc_mb` the highest.
-    """
-    numbers = {}
-    for name in DEVICE:
-        samples = [track[name] for track in ranks]
-        if name not in ("power_w", "peak_alloc_mb"):
-            samples = [track[name][track["training"] > 0] for track in ranks]
-        values = np.concatenate([[], *samples])
-        values = values[np.isfinite(values)]
-        if len(values):
-            numbers[name] = float(values.max() if name == "peak_alloc_mb" else values.mean())
-    return numbers
+        # means over the samples of all ranks: of the power always, of the rest in training steps
+        devices = {}
+        for name in DEVICE:
+            samples = [track[name] for track in self.ranks]
+            if name not in ("power_w", "peak_alloc_mb"):
+                samples = [track[name][track["training"] > 0] for track in self.ranks]
+            values = np.concatenate([[], *samples])
+            values = values[np.isfinite(values)]
+            if len(values):
+                devices[name] = float(values.max() if name == "peak_alloc_mb" else values.mean())
+        return {"state": self.state, **self.numbers.values(devices)}
 
 
 def views(runs: Sequence[Run]) -> list[RunView]:
@@ -251,3 +241,40 @@ def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restar
                     text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
         restarts.append(Restart(what, step, tokens, attempt.before / 3600, start["time"], text))
     return restarts
+
+
+def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
+    """The training loss over steps as text with axes, the validation loss as `o`; empty if no loss
+    is finite. `width`: None is as wide as the terminal, at most 100 columns."""
+    curves = []  # steps and losses
+    for track in (view.train, view.evals.get(LOSS)):
+        if track is not None and track.has("loss"):
+            good = np.isfinite(track["loss"])
+            curves.append((track["step"][good], track["loss"][good]))
+    if not curves:
+        return ""
+    steps, losses = (np.concatenate(part) for part in zip(*curves, strict=True))
+    left, end, bottom = float(steps.min()), float(steps.max()), float(losses.min())
+    across, up = end - left or 1.0, float(losses.max()) - bottom or 1.0
+    digits = max(0, 2 - math.floor(math.log10(up)))
+    values = [bottom + up * row / (height - 1) for row in reversed(range(height))]
+    ticks = [f"{value:.{digits}f}" if row % 4 == 0 else "" for row, value in enumerate(values)]
+    gutter = max(map(len, ticks)) + 1
+    columns = max(10, (width or min(100, shutil.get_terminal_size((80, 24)).columns)) - gutter - 2)
+    canvas = [[" "] * columns for _ in range(height)]
+
+    def put(mark: str, step: float, loss: float) -> None:
+        row = round((1 - (loss - bottom) / up) * (height - 1))
+        canvas[row][round((step - left) / across * (columns - 1))] = mark
+
+    drawn = np.linspace(left, end, columns)
+    for step, loss in zip(drawn, np.interp(drawn, *curves[0]), strict=True):
+        put("·", step, loss)
+    for step, loss in zip(*curves[-1], strict=True) if len(curves) > 1 else ():
+        put("o", step, loss)
+    head = "loss in nats per token: ·· training" + (", o validation" if len(curves) > 1 else "")
+    rows = zip(ticks, map("".join, canvas), strict=True)
+    lines = [head, "", *(f"{tick:>{gutter}} ┤{row}".rstrip() for tick, row in rows)]
+    lines.append(f"{'':>{gutter}} └{'─' * columns}")
+    first, last = show(left, "count") if end > left else "", plural(int(end), "step")
+    return "\n".join([*lines, f"{'':>{gutter}}  {first}{last:>{max(1, columns - len(first))}}"])

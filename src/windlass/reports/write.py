@@ -9,10 +9,9 @@ from pathlib import Path
 
 from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
-from windlass.reports.contents import Contents
-from windlass.reports.page import cell_page, page
+from windlass.reports.page import Contents, cell_page, page
 from windlass.reports.study import StudyView
-from windlass.reports.tables import Column, Table, markdown_cell, settings_table
+from windlass.reports.tables import Column, Table, markdown_cell
 from windlass.reports.view import RunView, views
 from windlass.run import Run
 from windlass.study.study import Study
@@ -127,10 +126,6 @@ def with_notes(table: Table) -> str:
 
 def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     """`report.md`; `drawn`: the pictures by the chart's id."""
-
-    def section(table: Table) -> str:
-        return f"\n## {markdown_cell(table.title)}\n\n{with_notes(table)}"
-
     head = computed.head
     text = f"# {markdown_cell(head.title)}\n"
     if head.lede:
@@ -144,14 +139,13 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     winners = f"\n## {computed.winner_title}\n" if computed.recommendations else ""
     for best in computed.recommendations:
         winners += f"\n{markdown_cell(best.text)}.\n\n```\n{best.command}\n```\n"
-    if computed.published:
-        text += section(computed.published)
+    tables = list(computed.tables.values())
     if computed.law and computed.law.remark:
         text += f"\n## The law of scaling\n\n{markdown_cell(computed.law.remark)}\n"
-    for name, table in computed.tables.items():
-        if name == "cells":
+    for table in [computed.published, *tables] if computed.published else tables:
+        if table.name == "cells":
             text += winners
-        text += section(table)
+        text += f"\n## {markdown_cell(table.title)}\n\n{with_notes(table)}"
     if drawn:
         titles = {"loss-late": "Loss without its first steps"}
         titles |= {chart.id: markdown_cell(chart.title) for chart in computed.pictures}
@@ -160,6 +154,10 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     differing = {"between the runs": computed.differing, f"from {computed.base}": computed.changed}
     for which, rows in differing.items():
         if rows:
-            shown = settings_table(computed.views, rows).markdown()
+            differ = any(row.differs for row in rows)
+            names = [view.label for view in computed.views] if differ else ["Value"]
+            columns = [Column("", name) for name in ("Setting", *names)]
+            lines = [(row.key, *row.values[: len(names)]) for row in rows]
+            shown = Table("settings", columns, lines).markdown()
             text += f"\n## Settings that differ {which}\n\n{shown}"
     return text

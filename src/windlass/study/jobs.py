@@ -12,8 +12,7 @@ from pathlib import Path
 from windlass.errors import UserError
 from windlass.fileio import locked
 from windlass.launch import submit
-from windlass.launch.batch import SUBMITTED, queued_tasks
-from windlass.launch.job import INDEX, Job, Site
+from windlass.launch.job import INDEX, Job, Site, read_site
 from windlass.processes import WINDLASS
 from windlass.study.results import OPEN_STATES
 from windlass.study.study import Study
@@ -38,13 +37,13 @@ def submit_study(
     A cell that an earlier job still holds is left to it; `dry_run` does not ask the scheduler. Each
     job has a directory `jobs/<n>` of its own.
     """
-    site, asked = site or submit.read_site(), asked or submit.Resources()
+    site, asked = site or read_site(), asked or submit.Resources()
     scheduler = submit.find_scheduler(scheduler, site, dry_run)
     jobs, path = list[submit.Submitted](), study.path.resolve()
     places = (path / "jobs" / str(number) for number in itertools.count(1))
-    free = (place for place in places if not (place / SUBMITTED).exists())
+    free = (place for place in places if not (place / submit.SUBMITTED).exists())
     with nullcontext() if dry_run else locked(path / ".study.lock"):
-        held = {} if dry_run else queued_tasks(path)
+        held = {} if dry_run else submit.queued_tasks(path)
         by_job = itertools.groupby(held, lambda number: (held[number].job, held[number].state))
         for (name, state), cells in by_job:
             end = f"`windlass submit --cancel {path}` ends it"

@@ -12,8 +12,7 @@ from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.format import open_checkpoint
 from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
-from windlass.verification.bench import BATCH, MICRO, STEPS, Bench, Settings
-from windlass.verification.forkserver import wait
+from windlass.verification.bench import BATCH, MICRO, STEPS, Bench, Settings, wait
 
 Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
 FLOAT64 = {"train.precision": "fp64"}

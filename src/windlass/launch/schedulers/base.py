@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +15,14 @@ if TYPE_CHECKING:
     from windlass.launch.job import Job, Site
 
 SECOND_SHELL = 'run `windlass env --save` in the job\'s own shell, and eval "$(windlass env)" here'
-Ask = Callable[[list[str]], str]  # runs a command and returns its output
+
+
+def run_program(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program of the scheduler; UserError if this machine does not have it."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    except FileNotFoundError:
+        raise UserError(f"this machine lacks {command[0]}: use a login node") from None
 
 
 @dataclass(frozen=True)
@@ -85,11 +93,11 @@ class Scheduler(Protocol):
     def query(self, job: str) -> list[str]: ...
     def state(self, output: str) -> str: ...  # in words; empty: the job is over
 
-    def tasks(self, job: str, state: str, ask: Ask) -> Mapping[str, str]:
+    def tasks(self, job: str, state: str) -> Mapping[str, str]:
         """The states of a job's tasks by their ids; of the job itself if it is not an array."""
         ...
 
-    def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
+    def cancel(self, job: str, state: str) -> list[list[str]]:
         """The commands that end waiting tasks, and let running ones save."""
         ...
 

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from windlass.launch.schedulers.base import Ask, Scheduler, quoted
+from windlass.launch.schedulers.base import Scheduler, quoted, run_program
 
 if TYPE_CHECKING:
     from windlass.launch.job import Job, Site
@@ -89,15 +89,15 @@ class PBS(Scheduler):
         words = output.split()
         return self.STATES.get(words[-2], words[-2]) if words else ""
 
-    def tasks(self, job: str, state: str, ask: Ask) -> Mapping[str, str]:
+    def tasks(self, job: str, state: str) -> Mapping[str, str]:
         if state != "begun":
             return {job: state}
-        lines = ask(["qstat", "-t", job]).splitlines()
+        lines = run_program(["qstat", "-t", job]).stdout.splitlines()
         numbers = ((re.match(r"\d+\[(\d+)\]", line), line) for line in lines)
         return {job.replace("[]", f"[{n[1]}]"): self.state(line) for n, line in numbers if n}
 
-    def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
-        tasks = self.tasks(job, state, ask).items()
+    def cancel(self, job: str, state: str) -> list[list[str]]:
+        tasks = self.tasks(job, state).items()
         running = [task for task, word in tasks if word in ("running", "suspended")]
         no_delete = ("", "exiting", "running", "suspended")
         waiting = [task for task, word in tasks if word not in no_delete]

@@ -14,9 +14,9 @@ from windlass.errors import UserError
 from windlass.launch.schedulers.base import (
     SECOND_SHELL,
     Allocation,
-    Ask,
     Scheduler,
     quoted,
+    run_program,
 )
 
 if TYPE_CHECKING:
@@ -114,12 +114,14 @@ class SLURM(Scheduler):
         why = f" ({words[1]})" if words[0] == "PENDING" and words[1] != "None" else ""
         return words[0].lower() + why
 
-    def tasks(self, job: str, state: str, ask: Ask) -> Mapping[str, str]:
-        lines = ask(["squeue", "--noheader", "--array", "-o", "%i %T", "-j", job]).splitlines()
+    def tasks(self, job: str, state: str) -> Mapping[str, str]:
+        lines = run_program(
+            ["squeue", "--noheader", "--array", "-o", "%i %T", "-j", job]
+        ).stdout.splitlines()
         return {words[0]: words[1].lower() for line in lines if len(words := line.split()) == 2}
 
-    def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
-        states = set(ask(["squeue", "--noheader", "-o", "%T", "-j", job]).split())
+    def cancel(self, job: str, state: str) -> list[list[str]]:
+        states = set(run_program(["squeue", "--noheader", "-o", "%T", "-j", job]).stdout.split())
         running = states - {"PENDING", "COMPLETING"}
         signal = ["scancel", "--batch", "--signal=USR2", job]
         return [["scancel", "--state=PENDING", job], *([signal] if running else [])]
