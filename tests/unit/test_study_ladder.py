@@ -18,7 +18,7 @@ from report_fixtures import rows_of as rows_of_table
 from helpers import write_corpus
 from windlass import Recipe, Study, UserError, plan, report, train
 from windlass.model.size import count
-from windlass.reports.law import compute_chart, predicted_table
+from windlass.reports.law import compute_chart, predicted_table, residuals
 from windlass.run import last_start
 from windlass.study.ladder import Ladder, assignments, create_ladder, join, open_ladder, shape_of
 from windlass.study.law import FORMS, Law, Observation, effective_tokens, fit_law
@@ -182,7 +182,7 @@ def test_a_ladder_fits_answers_and_reports(ladder, call, tmp_path: Path):
     error = show(answer["mean_error"], "share")
     assert "How good is the law? | It predicts the largest runs" in written.markdown.read_text()
     assert error in written.markdown.read_text()
-    assert "law-compute" in written.plots
+    assert {"law-compute", "law-slices", "law-residuals"} <= written.plots.keys()
     assert len((tmp_path / "lad/report/law-runs.csv").read_text().splitlines()) == 10
     with pytest.raises(UserError, match="a law predicts runs, and lad is a study"):
         report("lad", law="lad")
@@ -263,6 +263,8 @@ def test_curves_of_repeated_tokens_go_through_the_runs(embeddings: bool):
         assert curve.y[[0, -1]] == pytest.approx(dots.y) and curve.x[[0, -1]] == pytest.approx(
             dots.x
         )
+    (flat,) = residuals(law, runs[:1]).series
+    assert flat.y == pytest.approx(0)
     assert law.counted in chart.x.label
 
 
