@@ -5,6 +5,7 @@ import pytest
 from helpers import refused
 from windlass.estimate.calendar import milestones, most_checkpoints, resolve_steps
 from windlass.estimate.plan import plan
+from windlass.model.size import count
 from windlass.optim.schedule import lr_multiplier, phases
 from windlass.recipe import Horizon, Recipe
 from windlass.study.grid import cells_of, expand, parse_axis
@@ -42,6 +43,25 @@ def test_steps_parameters_and_tokens(
         assert found.optimal_tokens == {"c4-30m": 599_910_400, "c4-29m": 579_041_280}[preset]
         events = milestones(recipe, Horizon(steps, 0, 512))
         assert {m.step for m in events if m.what == "evaluation"} >= {100, 200, 4400}
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "total"),
+    [  # the models' own cards: Pythia 14M, 31M, 70M, 160M
+        ((6, 128, 4), 1_189_888, 14_067_712),
+        ((6, 256, 8), 4_739_072, 30_494_720),
+        ((6, 512, 8), 18_915_328, 70_426_624),
+        ((12, 768, 12), 85_056_000, 162_322_944),
+    ],
+)
+def test_a_recipe_of_pythia_s_shape_has_its_parameters(shape, blocks, total):
+    names = ("layers", "width", "heads")
+    network = dict(zip(names, shape, strict=True)) | {"context": 2048, "vocab": 50_304}
+    network |= {"norm": "layernorm", "position": "rope", "activation": "gelu", "tie_head": False}
+    network |= dict.fromkeys(("attn_bias", "ff_bias", "norm_bias"), True)
+    settings = Recipe.from_dict({"preset": "pythia", "model": network}).model
+    size = count(settings, 50_304)
+    assert (size.non_embedding, size.total) == (blocks, total)
 
 
 def check_optimizer(recipe: Recipe) -> None:

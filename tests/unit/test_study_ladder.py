@@ -17,9 +17,7 @@ from report_fixtures import build_run
 from helpers import write_corpus, write_ledger
 from windlass import Recipe, Study, UserError, plan, report, train
 from windlass.model.size import count
-from windlass.reports.law import (
-    compute_chart,  # FIXME
-)
+from windlass.reports.law import compute_chart, residuals
 from windlass.run import last_start
 from windlass.study.ladder import assignments, create_ladder, join, open_ladder, shape_of
 from windlass.study.law import FORMS, Law, Observation, effective_tokens, fit_law
@@ -243,6 +241,8 @@ def test_curves_of_repeated_tokens_go_through_the_runs(embeddings: bool):
         assert curve.y[[0, -1]] == pytest.approx(dots.y) and curve.x[[0, -1]] == pytest.approx(
             dots.x
         )
+    (flat,) = residuals(law, runs[:1]).series
+    assert flat.y == pytest.approx(0)
     assert law.counted in chart.x.label
 
 

@@ -222,6 +222,8 @@ def ladder(
     add: list[str] = Option([], "--add", metavar="RUN", help="A run that joins the law."),
     flops: float = Option(0.0, min=0, metavar="C", help="Budget: the best size and tokens for it."),
     hours: float = Option(0.0, min=0, metavar="H", help="Budget in hours of a --device."),
+    money: float = Option(0.0, min=0, metavar="M", help="Budget in money; needs --price."),
+    price: float = Option(0.0, min=0, metavar="P", help="Price of an hour of the --device."),
     device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB."),
     json_: Json = False,
 ) -> int:
@@ -241,8 +243,10 @@ def ladder(
     from windlass.study import runner as studies
     from windlass.study.progress import Progress
 
-    if flops and hours:
-        raise UserError("give one budget: --flops or --hours")
+    if sum(map(bool, (flops, hours, money))) > 1:
+        raise UserError("give one budget: --flops, --hours or --money")
+    if bool(money) != bool(price):
+        raise UserError("--money and --price, of an hour of the device, belong together")
     added = [Run.open(path) for path in add]
     ratios = list[float]()
     with contextlib.suppress(ValueError):
@@ -253,8 +257,8 @@ def ladder(
     study = ladders.create_ladder(recipe, names, ratios, overrides, dir_)
     if create:
         return show_created(study)
-    if hours:
-        flops = hours * ladders.flops_per_hour(study.recipe, device)
+    if hours or money:
+        flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
     progress = Progress(sys.stderr if json_ else sys.stdout)
     studies.sweep(study, world=world, workers=workers, retry_failed=retry_failed, progress=progress)
     seen = ladders.open_ladder(study, added)

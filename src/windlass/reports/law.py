@@ -35,9 +35,10 @@ def ladder_view(study: Study) -> LawView:
     except UserError as error:
         return LawView(remark=f"{str(error)[:1].upper()}{str(error)[1:]}.")
     law, runs = seen.law, seen.observations
+    charts = [compute_chart(law, runs, seen.unit), slices(law, runs, seen.unit)]
     off = show(seen.forms[0].mean, "share")
     summary = f"It predicts the largest runs from the others with a mean error of {off}"
-    return LawView(tables, [compute_chart(law, runs, seen.unit)], summary)
+    return LawView(tables, [*charts, residuals(law, runs)], summary)
 
 
 def prediction_view(ladder: str, runs: Sequence[Run]) -> LawView:
@@ -114,18 +115,33 @@ def predicted_table(ladder: Ladder) -> Table:
     return Table("predicted", columns, rows, "Predicted by the law of scaling", notes)
 
 
+def decades(values: Sequence[float], label: str) -> Axis:
+    """A logarithmic axis with a tick for each power of ten."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    ticks = [10.0**n for n in range(low, high + 1)]
+    names = [short(tick) if tick < 1e12 else f"{tick:.0e}" for tick in ticks]
+    return Axis(label, ticks, names, log=True)
+
+
+def compute_axis(law: Law, flops: Sequence[float]) -> Axis:
+    return decades(flops, f"FLOPs (6 N D, N: {law.counted})")
+
+
+def by_size(runs: Sequence[Observation]) -> list[tuple[str, list[Observation]]]:
+    """A name and the runs of each number of parameters, both rising."""
+    ordered = sorted(runs, key=lambda one: (one.parameters, one.tokens))
+    sizes = itertools.groupby(ordered, lambda one: one.parameters)
+    return [(f"{short(size)} parameters", list(own)) for size, own in sizes]
+
+
 def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     """The loss against compute: the runs, the law of each size, and the compute-optimal envelope.
 
     A curve repeats tokens as its runs do.
     """
     series = []
-    ordered = sorted(runs, key=lambda one: (one.parameters, one.tokens))
-    sizes = itertools.groupby(ordered, lambda one: one.parameters)
-    for number, (parameters, group) in enumerate(sizes):
-        own = list(group)
+    for number, (name, own) in enumerate(by_size(runs)):
         x, y = law.flops(own), np.array([one.loss for one in own])
-        name = f"{short(parameters)} parameters"
         series.append(Series(name, y, {"x": x}, number, points="only"))
         size, unique = own[0].size(law.embeddings), own[0].unique_tokens
         flops = np.geomspace(x.min(), x.max(), POINTS)
@@ -135,10 +151,27 @@ def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     flops = np.geomspace(every.min(), every.max() * FAR, POINTS)
     best = np.array([law.loss(*law.optimum(c)) for c in flops])
     series.append(Series("best size for the compute", best, {"x": flops}, grey=True))
-    # a logarithmic axis with a tick for each power of ten
-    low, high = math.floor(math.log10(every.min())), math.ceil(math.log10(flops[-1]))
-    ticks = [10.0**n for n in range(low, high + 1)]
-    names = [short(tick) if tick < 1e12 else f"{tick:.0e}" for tick in ticks]
-    axis = Axis(f"FLOPs (6 N D, N: {law.counted})", ticks, names, log=True)
+    axis = compute_axis(law, [*every, flops[-1]])
     note = f"against {axis.label}; points: runs; lines: the law; the best size repeats no token"
     return Chart("law-compute", "Loss against compute", unit, series, x=axis, note=note)
+
+
+def slices(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
+    every, sizes = law.flops(runs), [float(one.size(law.embeddings)) for one in runs]
+    series, n = [], np.geomspace(min(sizes) / 3, max(sizes) * 3, POINTS)
+    for number, flops in enumerate(np.geomspace(every.min(), every.max(), 4)):
+        y = np.array([law.loss(size, flops / 6 / size) for size in n])
+        series.append(Series(f"{flops:.1e} FLOPs", y, {"x": n}, number))
+    title, axis = "Equal compute, different sizes", decades(n.tolist(), law.counted)
+    note = f"against {axis.label}; no token is repeated"
+    return Chart("law-slices", title, unit, series, x=axis, note=note)
+
+
+def residuals(law: Law, runs: Sequence[Observation]) -> Chart:
+    series = []
+    for number, (name, own) in enumerate(by_size(runs)):
+        y = np.array([100 * (law.of_run(one) / one.loss - 1) for one in own])
+        series.append(Series(name, y, {"x": law.flops(own)}, number, points="line"))
+    axis, title = compute_axis(law, law.flops(runs).tolist()), "The law minus the measured loss"
+    note = f"against {axis.label}"
+    return Chart("law-residuals", title, "% of the loss", series, x=axis, note=note)
