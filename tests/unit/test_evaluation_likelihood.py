@@ -24,6 +24,7 @@ from windlass.evaluation.likelihood import (
     evaluate_loss,
     read_items,
 )
+from windlass.evaluation.passes import Passes
 from windlass.evaluation.source import alone
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -69,7 +70,7 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass, logits, 
     model, given = gpt(), rows(40, 40)  # some are longer than the context of 48
     greedy = model(torch.tensor([given[0].context])).argmax(-1)[0, -1:].tolist()
     given.append(Continuation(given[0].context, greedy))
-    scores = likelihood.log_likelihoods(model, given, ALONE)
+    scores = likelihood.log_likelihoods(Passes(model, ALONE), given)
     assert scores is not None
     assert scores[-1].greedy
     assert any(len(r.context) + len(r.ending) > 49 for r in given)
@@ -91,11 +92,11 @@ class Reads(TorchDispatchMode):
 def test_the_host_does_not_wait_for_each_row() -> None:
     model = gpt()
     with Reads() as reads:
-        scores = likelihood.log_likelihoods(model, rows(30, 20), ALONE)
+        scores = likelihood.log_likelihoods(Passes(model, ALONE), rows(30, 20))
     assert scores is not None and len(scores) == 30 and reads.count == 0
     for batch in (1, 8):
         with Reads() as reads:
-            assert evaluate_loss(model, Eight(), ALONE, batch) is not None
+            assert evaluate_loss(Passes(model, ALONE), Eight(), batch) is not None
         assert reads.count == 1, "the sum, at the end"
 
 
@@ -124,7 +125,7 @@ def test_accuracies_are_those_of_the_likeliest_ending() -> None:
     for i in range(40):
         endings = ("é" * (2 + i % 3), "abcdef"[: 1 + i % 6], "it is.", "🙂")
         items.append(Item(f"No {i}.", endings, i % 4))
-    result = evaluate_hellaswag(model, items, continuations(items, tokenizer), ALONE)
+    result = evaluate_hellaswag(Passes(model, ALONE), items, continuations(items, tokenizer))
     right = {"acc": 0, "acc_norm": 0, "acc_per_token": 0}
     for item in items:
         rows = [plain(model, row, 64)[:2] for row in continuations([item], tokenizer)]

@@ -122,13 +122,11 @@ def test_hosts_and_places_of_ranks():
     placed = [ranks[0] | {"coordinates": "dp 0, tp 1"}, *ranks[1:]]
     assert describe_places(placed)[0] == describe_places(ranks)[0] + " (dp 0, tp 1)"
     launch = {"launcher": "slurm", "world": 3, "nodes": 2, "strategy": "ddp", "backend": "nccl"}
-    launch |= {"versions": {"windlass": "1", "torch": "2.11", "cuda": "12.6", "nccl": "2.27"}}
     job = {"scheduler": "SLURM", "job": "8", "machine": "alps"}
     assert describe_launch(launch | job, ranks) == {
         "job": "SLURM job 8 on alps",
         "launch": "3 ranks on 2 hosts, started by slurm; nccl between ranks",
         "hosts": "n0: ranks 0-1, 2 x H200\nn1: rank 2, 1 x H200",
-        "with": "windlass 1, torch 2.11, CUDA 12.6, NCCL 2.27",
     }
     assert "job" not in describe_launch(launch, ranks)
     slurm = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "alps"}

@@ -17,7 +17,7 @@ from windlass.telemetry.measures import Measure
 
 def test_every_format_is_known_and_charts_have_a_title_and_scores_a_direction():
     for measure in measures.TRAIN.values():
-        assert not measure.console or measure.on_console(1.5)
+        assert not measure.console or measure.console.format(measures.Shown(1.5))
     for chart in (measures.by_chart(measures.TRAIN), measures.by_chart(measures.DEVICE)):
         assert all(parts[0].heading for parts in chart.values())
     scores = [m for m in measures.EVAL.values() if m.role in ("score", "derived")]

@@ -7,14 +7,14 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from windlass.data.chat import Template, stop_tokens
+from windlass.data.chat import Template
 from windlass.data.items import Question
 from windlass.data.samples import Samples, Subset
 from windlass.data.tokenizer import Tokenizer
@@ -28,11 +28,10 @@ from windlass.evaluation.likelihood import (
     read_items,
 )
 from windlass.evaluation.passes import Passes
-from windlass.evaluation.questions import eval_questions
-from windlass.evaluation.squad import evaluate_squad
+from windlass.evaluation.squad import eval_questions, evaluate_squad
 from windlass.fileio import write_atomic
 from windlass.optim.average import Average
-from windlass.parallel.parallelize import varying_shapes
+from windlass.parallel.parallelize import unwrap, varying_shapes
 from windlass.parallel.precision import autocast
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
@@ -51,11 +50,11 @@ class Suites:
     ranks: Ranks
     val: Samples | None = None  # the validation set of the suite `loss`
     batch: int = 1  # its sequences in one forward pass of one rank
-    own: Mapping[str, Callable[[Any], SuiteScores]] = field(
-        default_factory=dict
-    )  # the user's suites
+    # the user's suites
+    own: Mapping[str, Callable[[Any], SuiteScores]] = field(default_factory=dict)
     train: Samples | None = None  # the training set, for `eval.train_batches`
     template: Template | None = None  # its ends of turns end a generated text
+    predictions: dict[str, str] = field(default_factory=dict)  # SQuAD's: question id → answer
 
     @property
     def names(self) -> list[str]:
@@ -69,25 +68,31 @@ class Suites:
         whole: bool = False,
         progress: Callable[[int, int], object] | None = None,
         average: Average | None = None,
-    ) -> tuple[SuiteScores, dict[str, str] | None] | None:
-        """Scores of a suite with their time, and SQuAD's predictions; None if `poll` asks to stop.
+    ) -> SuiteScores | None:
+        """Scores of a suite with their time; None if `poll` asks to stop.
 
         `whole`: also measure the loss of all validation data, not only of `eval.batches`.
         `average`: also measure the validation loss of these weights of the model.
         """
-        ranks, tokenizer = self.ranks, self.tokenizer
-        passes = Passes(partial(autocast, self.recipe, ranks.device), poll, progress)
+        passes = Passes(
+            unwrap(model),
+            self.ranks,
+            self.tokenizer,
+            self.template,
+            partial(autocast, self.recipe, self.ranks.device),
+            poll,
+            progress,
+        )
         items: Sequence[Any] = ()
         if suite == SQUAD_SUITE:
             items = self._questions
         elif suite == HELLASWAG_SUITE:
             items, endings = self._endings
         scores: SuiteScores | None
-        predictions = None
         started = time.perf_counter()  # without reading the items
         # Passes of other shapes must not recompile the training.
         fixed = suite == LOSS_SUITE and not self.recipe.data.ragged_
-        devices = [ranks.device] if ranks.device.type == "cuda" else []
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
         seeded = torch.random.fork_rng(devices=devices)
         with seeded, nullcontext() if fixed else varying_shapes():
             # A module may draw random numbers in evaluation mode, too.
@@ -95,18 +100,14 @@ class Suites:
             if suite in self.own:
                 scores = self.own[suite](model)
             elif suite == LOSS_SUITE:
-                scores = self._loss(model, whole, average, passes)
+                scores = self._loss(passes, whole, average)
             elif suite == HELLASWAG_SUITE:
-                scores = evaluate_hellaswag(model, items, endings, ranks, passes)
+                scores = evaluate_hellaswag(passes, items, endings)
             elif suite == SQUAD_SUITE:
-                scored = evaluate_squad(model, tokenizer, items, ranks, self._stop, passes)
-                scores, predictions = scored or (None, None)
+                scores, self.predictions = evaluate_squad(passes, items) or (None, {})
             else:
-                tasks, settings = suite.removeprefix(HARNESS), self.recipe.eval
-                passes = replace(passes, progress=None)  # the harness has several parts
-                scores = run_harness(
-                    tasks, model, tokenizer, ranks, self._stop, settings, self.template, passes
-                )
+                passes.progress = None  # the harness has several parts
+                scores = run_harness(passes, suite.removeprefix(HARNESS), self.recipe.eval)
         if scores is None:
             return None
         runtime_s = time.perf_counter() - started
@@ -117,15 +118,13 @@ class Suites:
             samples: Any = scores.get("full_samples", scores["samples"])
             measured = 2 * samples if average is not None else samples
             scores["samples_per_s"] = (measured + scores.get("train_samples", 0)) / runtime_s
-        return scores, predictions
+        return scores
 
-    def _loss(
-        self, model: Any, whole: bool, average: Average | None, passes: Passes
-    ) -> SuiteScores | None:
+    def _loss(self, passes: Passes, whole: bool, average: Average | None) -> SuiteScores | None:
         assert self.val is not None
         size = self.recipe.train.global_batch
         limit = self.recipe.eval.batches * size
-        measure = partial(evaluate_loss, model, ranks=self.ranks, batch=self.batch, passes=passes)
+        measure = partial(evaluate_loss, passes, batch=self.batch)
         scores: SuiteScores | None = measure(
             self.val, limit=limit, whole=whole, token_bytes=self._token_bytes
         )
@@ -150,10 +149,6 @@ class Suites:
     @cached_property
     def _token_bytes(self) -> Any:  # another tokenizer may lack it
         return getattr(self.tokenizer, "byte_lengths", lambda: None)()
-
-    @cached_property
-    def _stop(self) -> frozenset[int]:
-        return stop_tokens(self.tokenizer, self.template)
 
     @cached_property
     def _questions(self) -> list[Question]:
