@@ -27,7 +27,7 @@ from windlass.evaluation.likelihood import (
     evaluate_loss,
     log_likelihoods,
 )
-from windlass.evaluation.passes import Passes
+from windlass.evaluation.passes import Interrupted, Passes
 from windlass.evaluation.source import alone
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
@@ -94,15 +94,13 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
         continued = generate(passes, [texts[i] for i in mine], SAMPLING, mine)
     pairs = [Continuation(texts[i // 2], texts[i + 1]) for i in range(6)]  # contexts twice
     scored = log_likelihoods(passes, pairs)
-    assert continued is not None and scored is not None
     # One text ends at its first token, while the other ranks go on for long. Then only the last
     # rank has a text.
     stop = frozenset(range(257 if rank == 0 else 0))
     uneven = generate(passes, [texts[0]], Sampling(24, temperature=0, stop=stop))
-    assert uneven is not None and len(uneven[0]) == (0 if rank == 0 else 24)
+    assert len(uneven[0]) == (0 if rank == 0 else 24)
     lone = generate(passes, texts[:1] if rank == world - 1 else [], SAMPLING)
     squad = evaluate_squad(passes, QUESTIONS)
-    assert squad is not None
     return {
         "loss": [evaluate_loss(passes, rows(11), 2, limit) for limit in (0, 1, 5)],
         "both": evaluate_loss(passes, rows(11), 2, 5, whole=True),
@@ -116,7 +114,7 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def hellaswag(passes: Passes, items: list[Item]) -> dict[str, float] | None:
+def hellaswag(passes: Passes, items: list[Item]) -> dict[str, float]:
     return evaluate_hellaswag(passes, items, continuations(items, TOKENIZER))
 
 
@@ -125,7 +123,6 @@ def few(passes: Passes, count: int) -> tuple[Any, ...]:
     rows = [Continuation([1], [2, i]) for i in range(count)]
     scored, chosen = log_likelihoods(passes, rows), hellaswag(passes, ITEMS[:count])
     squad = evaluate_squad(passes, QUESTIONS[:count])
-    assert scored is not None and chosen is not None and squad is not None
     return scored[0].tokens, chosen["acc"], squad[1]
 
 
@@ -167,23 +164,23 @@ def test_all_that_is_measured_is_that_of_one_process(strategy, world, layout) ->
     assert len(lengths) > 2, "texts end at different places"
 
 
-def stopped(model: Any, ranks: Ranks) -> list[Any]:
+def stopped(model: Any, ranks: Ranks) -> float:
     def poll_of() -> Passes:
         asked = itertools.count()
         return Passes(model, ranks, poll=lambda: ranks.rank == 1 and next(asked) >= 3)
 
-    return [
-        evaluate_loss(poll_of(), rows(64), 2),
-        generate(poll_of(), prompts(3 + ranks.rank), SAMPLING),
-        log_likelihoods(poll_of(), [Continuation([1] * 60, [2] * 4)] * 512),
-        evaluate_loss(Passes(model, ranks, poll=lambda: False), rows(5), 2),
-    ]
+    for measure in (
+        lambda: evaluate_loss(poll_of(), rows(64), 2),
+        lambda: generate(poll_of(), prompts(3 + ranks.rank), SAMPLING),
+        lambda: log_likelihoods(poll_of(), [Continuation([1] * 60, [2] * 4)] * 512),
+    ):
+        with pytest.raises(Interrupted):
+            measure()
+    return evaluate_loss(Passes(model, ranks, poll=lambda: False), rows(5), 2)["samples"]
 
 
 def test_a_stop_signal_on_one_rank_stops_all_after_the_same_pass() -> None:
-    for one in run_ranks(on_ranks, 2, "full_shard", stopped, {}):
-        assert one[:3] == [None, None, None]
-        assert one[3]["samples"] == 5
+    assert run_ranks(on_ranks, 2, "full_shard", stopped, {}) == [5, 5]
 
 
 @pytest.mark.parametrize(

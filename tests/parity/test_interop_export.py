@@ -93,7 +93,7 @@ def logits(model: Any, batch: Tensor) -> Tensor:
 def greedy(model: Any, source: Source, ids: list[int], count: int) -> list[int]:
     """The text of our own generation."""
     how = Sampling(max_tokens=count, temperature=0)
-    [text] = generate(Passes(model, tokenizer=source.tokenizer), [ids], how) or [[]]
+    [text] = generate(Passes(model, tokenizer=source.tokenizer), [ids], how)
     return text
 
 

@@ -19,7 +19,7 @@ from windlass.evaluation.generate import (
     next_tokens,
     uniform,
 )
-from windlass.evaluation.passes import Passes
+from windlass.evaluation.passes import Interrupted, Passes
 
 
 class Toy(nn.Module):
@@ -148,7 +148,8 @@ def test_progress_counts_complete_texts() -> None:
 def test_padding_of_the_vocabulary_is_never_chosen_modes_stay_and_a_poll_ends_it() -> None:
     model, answers = Toy(), iter([False, False, False, True])
     passes = Passes(model, poll=lambda: next(answers))
-    assert generate(passes, [[1]], Sampling(max_tokens=50)) is None
+    with pytest.raises(Interrupted):
+        generate(passes, [[1]], Sampling(max_tokens=50))
     assert model.passes == 3
     model.inner = nn.Dropout(0.5).eval()
     passes = Passes(model, tokenizer=SimpleNamespace(vocab=4))

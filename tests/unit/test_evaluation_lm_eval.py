@@ -19,9 +19,9 @@ from helpers import refused
 from windlass.data.chat import Template, prompt_tokens, rendered_tokens
 from windlass.data.tokenizer_kinds import byte_tokenizer, hf_tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.harness import Interrupted, adapter, generate_until, run_harness
+from windlass.evaluation.harness import adapter, generate_until, run_harness
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
-from windlass.evaluation.passes import Passes
+from windlass.evaluation.passes import Interrupted, Passes
 from windlass.evaluation.source import alone
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -125,7 +125,8 @@ class Scorer:
 def test_a_stop_cuts_the_harness_short(harness):
     harness.append(lambda lm: lm.loglikelihood([SimpleNamespace(args=("Is it?", " yes"))])[0][0])
     score = Continuation([*b"Is it?"], [*b" yes"])
-    assert run_harness(passes_of(poll=lambda: True), "task", DEFAULT) is None
+    with pytest.raises(Interrupted):
+        run_harness(passes_of(poll=lambda: True), "task", DEFAULT)
     numbers = run_harness(passes_of(poll=lambda: False), "task", DEFAULT)
     assert numbers == {"task/0": log_likelihoods(passes_of(), [score])[0].sum}
     with pytest.raises(UserError, match="unknown"):

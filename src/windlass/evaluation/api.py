@@ -170,14 +170,12 @@ def measure(
     settings["train.precision"] = resolve_precision(recipe.train.precision, ranks.device)
     results, measured = dict[str, SuiteScores](), dict[str, dict[str, Any]]()
     for suite in suites:
-        scores = measurer.measure(suite, model, progress=partial(on_progress, suite))
-        assert scores is not None, "only a poll stops a suite"
-        results[suite] = scores
+        results[suite] = measurer.measure(suite, model, progress=partial(on_progress, suite))
         if ranks.main:
             measured[suite] = {"settings": settings}
             if suite == LOSS_SUITE and data is not None:
                 measured[suite]["data"] = data.fingerprint
-            on_result(suite, scores)
+            on_result(suite, results[suite])
     predictions = measurer.predictions or None
     return Evaluation(source.name, source.step, results, measured, predictions, source.weights)
 

@@ -9,7 +9,7 @@ Legend: B rows of a batch, T tokens of a pass, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.passes import Passes
+from windlass.evaluation.passes import Interrupted, Passes
 from windlass.model.build import casting_once, evaluating
 from windlass.parallel.collectives import max_async
 from windlass.parallel.parallelize import varying_shapes
@@ -91,23 +91,18 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     indices: Sequence[int] | None = None,
-) -> list[list[int]] | None:
-    """The tokens after each prompt, without the stop token; arguments as `generate_events`. None
-    if stopped."""
+) -> list[list[int]]:
+    """The tokens after each prompt, without the stop token; arguments as `generate_events`."""
     indices = range(len(prompts)) if indices is None else indices
     texts = {index: list[int]() for index in indices}
     done = 0
-    events = generate_events(passes, prompts, sampling, indices)
-    while True:
-        try:
-            index, token = next(events)
-        except StopIteration as end:
-            return list(texts.values()) if end.value else None
+    for index, token in generate_events(passes, prompts, sampling, indices):
         if token is not None:
             texts[index].append(token)
         else:
             done += 1
             passes.show(done, len(prompts))
+    return list(texts.values())
 
 
 def generate_divided(
@@ -115,14 +110,12 @@ def generate_divided(
     sampling: Sampling,
     numbers: Sequence[int],
     prompt_of: Callable[[int], list[int]],
-) -> dict[int, str] | None:
-    """A text for each number, generated on one rank; every rank gets all texts. None if stopped."""
+) -> dict[int, str]:
+    """A text for each number, generated on one rank; every rank gets all texts."""
     mesh = passes.ranks.mesh
     own = numbers[mesh.data_rank :: mesh.data_world]
     prompts = [prompt_of(number) for number in own]
     texts = generate(passes, prompts, sampling, own)
-    if texts is None:
-        return None
     decoded = [
         (n, text_after(passes.tokenizer, prompt, ids))
         for n, prompt, ids in zip(own, prompts, texts, strict=True)
@@ -137,10 +130,10 @@ def generate_events(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     indices: Sequence[int] | None = None,
-) -> Generator[Event, None, bool]:
+) -> Iterator[Event]:
     """Continue prompts: yields (index, token), and (index, None) when a text is complete.
 
-    A full window drops its first half. Returns False if a rank was asked to stop.
+    A full window drops its first half. Raises Interrupted if a rank was asked to stop.
 
     Args:
         passes: Its model has `context`, perhaps a longer `limit`, and `new_cache(batch, length)`;
@@ -167,8 +160,10 @@ def generate_events(
             # one token until no rank has work left.
             flags = [group is not None, passes.poll is not None and passes.poll()]
             active, stops = max_async(flags, ranks).wait()
-            if stops or not active:
-                return not stops
+            if stops:
+                raise Interrupted
+            if not active:
+                return
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
             ids = torch.tensor(tokens, dtype=torch.int64, device=ranks.device)
             with torch.no_grad(), casting_once(passes.autocast):

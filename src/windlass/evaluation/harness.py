@@ -17,14 +17,10 @@ from windlass.recipe.settings import EvalSettings
 MAX_TOKENS = 256  # to generate if a task does not say
 
 
-class Interrupted(Exception):
-    """A rank was asked to stop; the harness itself cannot stop."""
-
-
 def run_harness(
     passes: Passes, tasks: str, settings: EvalSettings, task_manager: Any = None
-) -> dict[str, Any] | None:
-    """The scores `TASK/METRIC` of tasks, joined by `+`. None if stopped."""
+) -> dict[str, Any]:
+    """The scores `TASK/METRIC` of tasks, joined by `+`."""
     hub.prepare()
     require("lm_eval", f"the suite lm-eval:{tasks}")
     from lm_eval import simple_evaluate
@@ -49,8 +45,6 @@ def run_harness(
                 task_manager=task_manager,
                 log_samples=False,
             )
-    except Interrupted:
-        return None
     except KeyError as error:  # the harness's error for an unknown task
         raise UserError(f"the suite lm-eval:{tasks}: the harness lacks the task {error}") from None
     numbers = {
@@ -64,7 +58,7 @@ def run_harness(
 
 
 def adapter(passes: Passes, chat: bool = False) -> Any:
-    """The model for the harness, with the tokens of its `HFLM`; raises `Interrupted`.
+    """The model for the harness, with the tokens of its `HFLM`.
 
     `chat`: the texts are conversations in the chat template.
     """
@@ -97,8 +91,6 @@ def adapter(passes: Passes, chat: bool = False) -> Any:
                 for texts, context, ending in requests
             ]
             scores = log_likelihoods(passes, rows) if rows else []
-            if scores is None:
-                raise Interrupted
             return [(score.sum, score.greedy) for score in scores]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
@@ -138,10 +130,7 @@ def generate_until(
     answers: dict[int, str] = {}
     for sampling in dict.fromkeys(samplings):
         numbers = [number for number, other in enumerate(samplings) if other == sampling]
-        part = generate_divided(passes, sampling, numbers, prompts.__getitem__)
-        if part is None:
-            raise Interrupted
-        answers |= part
+        answers |= generate_divided(passes, sampling, numbers, prompts.__getitem__)
     texts = []
     for number, (_, settings) in enumerate(requests):  # a text ends before its first stop text
         until = settings.get("until") or []

@@ -45,8 +45,8 @@ def evaluate_loss(
     *,
     whole: bool = False,
     token_bytes: np.ndarray | None = None,
-) -> dict[str, float] | None:
-    """The loss of a validation set, or of its first `limit` samples (0: all); None if stopped.
+) -> dict[str, float]:
+    """The loss of a validation set, or of its first `limit` samples (0: all).
 
     Args:
         passes: `model(tokens, labels)`, both [B, T], returns the summed loss.
@@ -77,8 +77,7 @@ def evaluate_loss(
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
                 with casting_once(passes.autocast):
                     total += scalar(model(*here[:2], **sources, **documents_of(here, model)))
-                if passes.stopped():
-                    return None
+                passes.check()
                 done = min(done + batch * mesh.data_world, end)
                 passes.show(done, ends[-1])
             # The ranks of `cp` have the same rows; each has the loss of its own tokens.
@@ -122,8 +121,8 @@ class Likelihood(NamedTuple):
     greedy: bool  # whether each of them is the likeliest
 
 
-def log_likelihoods(passes: Passes, rows: Sequence[Continuation]) -> list[Likelihood] | None:
-    """Log-likelihood of each ending after its context, of all rows on every rank; None if stopped.
+def log_likelihoods(passes: Passes, rows: Sequence[Continuation]) -> list[Likelihood]:
+    """Log-likelihood of each ending after its context, of all rows on every rank.
 
     One rank scores a row, and a row longer than the model's context loses its beginning. Rows in a
     pass have similar lengths. Padding is at their end, so that a causal model does not see it.
@@ -160,8 +159,7 @@ def log_likelihoods(passes: Passes, rows: Sequence[Continuation]) -> list[Likeli
                 part = slice(lengths[i] - counts[i], lengths[i])
                 results.append(score(logits[row, part], batch[row, 1:][part]))
             scored += own
-            if passes.stopped():
-                return None
+            passes.check()
             passes.show(min(first + mesh.data_world, len(groups)), len(groups))
     sums, greedy_rows = [0.0] * len(rows), [0.0] * len(rows)
     # the host waits for the device only here
@@ -240,17 +238,14 @@ def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuat
 
 def evaluate_hellaswag(
     passes: Passes, items: Sequence[Item], rows: Sequence[Continuation]
-) -> dict[str, float] | None:
-    """Accuracy over the items, and `items`; `rows` are their `continuations`. None if stopped.
+) -> dict[str, float]:
+    """Accuracy over the items, and `items`; `rows` are their `continuations`.
 
     The model's answer is the ending with the largest log-likelihood: in sum (`acc`), per byte
     (`acc_norm`), or per token (`acc_per_token`, as llm.c).
     """
-    scores = log_likelihoods(passes, rows)
-    if scores is None:
-        return None
+    rest = iter(log_likelihoods(passes, rows))
     right = Counter[str]()
-    rest = iter(scores)
     for item in items:
         endings = list(itertools.islice(rest, len(item.endings)))
         pairs = list(zip(endings, item.endings, strict=True))

@@ -13,6 +13,10 @@ from windlass.parallel.collectives import max_async
 from windlass.parallel.ranks import Ranks, alone
 
 
+class Interrupted(Exception):
+    """A rank was asked to stop; all ranks raise it after the same pass."""
+
+
 @dataclass
 class Passes:
     """A model and the arithmetic of its forward passes; a poll and a report follow each pass."""
@@ -33,9 +37,10 @@ class Passes:
         """The tokens that end a generated text."""
         return stop_tokens(self.tokenizer, self.template)
 
-    def stopped(self) -> bool:
-        """Whether any rank was asked to stop; all ranks call it after the same pass."""
-        return self.poll is not None and bool(max_async([self.poll()], self.ranks).wait()[0])
+    def check(self) -> None:
+        """Raise Interrupted if any rank was asked to stop; all ranks call it after a pass."""
+        if self.poll is not None and max_async([self.poll()], self.ranks).wait()[0]:
+            raise Interrupted
 
     def show(self, done: int, total: int) -> None:
         if self.progress is not None:

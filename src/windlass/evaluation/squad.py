@@ -121,8 +121,8 @@ def score(
 
 def evaluate_squad(
     passes: Passes, questions: Sequence[Question]
-) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Scores, and predictions by question id; None if stopped."""
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Scores, and predictions by question id."""
     model, tokenizer = passes.model, passes.tokenizer
     texts = [question.question + " " + question.context for question in questions[:64]]
     tokens = sum(len(tokenizer.encode(text)) for text in texts)
@@ -136,8 +136,6 @@ def evaluate_squad(
 
     numbers = range(len(questions))
     answers = generate_divided(passes, sampling, numbers, prompt_of)
-    if answers is None:
-        return None
     predictions = {question.id: answers[i].strip() for i, question in enumerate(questions)}
     references = {question.id: question.answers for question in questions}
     return score(predictions, references), predictions

@@ -68,8 +68,8 @@ class Suites:
         whole: bool = False,
         progress: Callable[[int, int], object] | None = None,
         average: Average | None = None,
-    ) -> SuiteScores | None:
-        """Scores of a suite with their time; None if `poll` asks to stop.
+    ) -> SuiteScores:
+        """Scores of a suite with their time. Raises Interrupted if `poll` asks to stop.
 
         `whole`: also measure the loss of all validation data, not only of `eval.batches`.
         `average`: also measure the validation loss of these weights of the model.
@@ -88,7 +88,7 @@ class Suites:
             items = self._questions
         elif suite == HELLASWAG_SUITE:
             items, endings = self._endings
-        scores: SuiteScores | None
+        scores: SuiteScores
         started = time.perf_counter()  # without reading the items
         # Passes of other shapes must not recompile the training.
         fixed = suite == LOSS_SUITE and not self.recipe.data.ragged_
@@ -104,12 +104,10 @@ class Suites:
             elif suite == HELLASWAG_SUITE:
                 scores = evaluate_hellaswag(passes, items, endings)
             elif suite == SQUAD_SUITE:
-                scores, self.predictions = evaluate_squad(passes, items) or (None, {})
+                scores, self.predictions = evaluate_squad(passes, items)
             else:
                 passes.progress = None  # the harness has several parts
                 scores = run_harness(passes, suite.removeprefix(HARNESS), self.recipe.eval)
-        if scores is None:
-            return None
         runtime_s = time.perf_counter() - started
         scores = scores | {"runtime_s": runtime_s}
         if items:
@@ -120,29 +118,23 @@ class Suites:
             scores["samples_per_s"] = (measured + scores.get("train_samples", 0)) / runtime_s
         return scores
 
-    def _loss(self, passes: Passes, whole: bool, average: Average | None) -> SuiteScores | None:
+    def _loss(self, passes: Passes, whole: bool, average: Average | None) -> SuiteScores:
         assert self.val is not None
         size = self.recipe.train.global_batch
         limit = self.recipe.eval.batches * size
         measure = partial(evaluate_loss, passes, batch=self.batch)
-        scores: SuiteScores | None = measure(
+        scores: SuiteScores = measure(
             self.val, limit=limit, whole=whole, token_bytes=self._token_bytes
         )
-        if scores is None:
-            return None
         if average is not None:
             with average.in_model():
                 averaged = measure(self.val, limit=limit, whole=whole)
-            if averaged is None:
-                return None
             scores["average_loss"] = averaged["loss"]
             if "full_loss" in averaged:
                 scores["full_average_loss"] = averaged["full_loss"]
         if self.train is not None and self.recipe.eval.train_batches:
             count = self.recipe.eval.train_batches * size
             trained = measure(Subset(self.train, count, self.recipe.run.seed))
-            if trained is None:
-                return None
             scores |= {f"train_{key}": trained[key] for key in ("loss", "tokens", "samples")}
         return scores
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from windlass.evaluation.generate import Sampling, generate, text_after
-from windlass.evaluation.passes import Passes
+from windlass.evaluation.passes import Interrupted, Passes
 from windlass.evaluation.suites import Suites, SuiteScores, write_predictions
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import unwrap
@@ -62,12 +62,12 @@ class Evaluator:
             for suite in self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
                 average = self.average if self.average.tensors and step else None
-                scores = self.suites.measure(
-                    suite, self.model, self.stop_requested, whole, show, average
-                )
-                if scores is None:
+                try:
+                    measured[suite] = self.suites.measure(
+                        suite, self.model, self.stop_requested, whole, show, average
+                    )
+                except Interrupted:
                     return None
-                measured[suite] = scores
             if self.suites.predictions and self.ranks.main:
                 write_predictions(recorder.run.path / "eval", step, self.suites.predictions)
         for suite, scores in measured.items():
@@ -93,10 +93,13 @@ class Evaluator:
         sampling = Sampling(settings.sample_tokens, 0.8, seed=seed, stop=passes.stop)
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")
-            texts = generate(passes, [prompt] * settings.sample_count, sampling)
+            try:
+                texts = generate(passes, [prompt] * settings.sample_count, sampling)
+            except Interrupted:
+                return False
         before = prompt if settings.prompt else []
-        for index, ids in enumerate(texts or []):
+        for index, ids in enumerate(texts):
             text = settings.prompt + text_after(tokenizer, before, ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
             recorder.console.sample(text, step)
-        return texts is not None
+        return True
