@@ -28,7 +28,8 @@ def test_every_format_is_known_and_charts_have_a_title_and_scores_a_direction():
     ("measure", "role", "lower"),
     [
         ("loss", "score", True),
-        ("loss.bits_per_byte", "derived", True),
+        ("loss.bits_per_byte", "score", True),
+        ("loss.perplexity", "derived", True),
         ("squad.f1", "score", False),
         ("hellaswag.acc_norm", "score", False),
         ("squad.items", "count", False),

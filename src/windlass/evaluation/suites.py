@@ -111,7 +111,8 @@ class Suites:
         runtime_s = time.perf_counter() - started
         scores = scores | {"runtime_s": runtime_s}
         if items:
-            scores |= {"samples_per_s": len(items) / runtime_s, "items_hash": items_hash(items)}
+            digest = hashlib.sha256(repr(items).encode()).hexdigest()[:8]  # equal for equal items
+            scores |= {"samples_per_s": len(items) / runtime_s, "items_hash": digest}
         elif suite == LOSS_SUITE:
             samples: Any = scores.get("full_samples", scores["samples"])
             measured = 2 * samples if average is not None else samples
@@ -151,11 +152,6 @@ class Suites:
         settings = self.recipe.eval
         items = read_items(settings.hellaswag_file, settings.hellaswag_items)
         return items, continuations(items, self.tokenizer)
-
-
-def items_hash(items: Sequence[Any]) -> str:
-    """Eight hexadecimal digits, equal for the same items."""
-    return hashlib.sha256(repr(items).encode()).hexdigest()[:8]
 
 
 def step_name(step: int | None, weights: str = "raw") -> str:
