@@ -27,7 +27,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
         "s3://b/f?sig=<a>&X-Amz-Signature=<b>&n=1",
         "https://<me:p@w>@host/x?n=1;pass=<a>#access_token=<b>",
         'data.source=["https://<me:pw>@h/a?token=<b>","c.txt"]',
-        "PGPASSWORD=<a> OPENAI_KEY=<b> SSHPASS=<c> GITHUB_PAT=<d>",
+        "PGPASSWORD=<a> OPENAI_KEY=<b> SSHPASS=<c> GITHUB_PAT=<d> AWS_SECRET_ACCESS_KEY=<e>",
         "--openai-key <a> --db-pass <b>",
         '--set={"password":"<a>","n":1}',
         f"<hf_{'a' * 30}> x=<sk-{'b' * 30}>",
@@ -66,10 +66,6 @@ def test_secrets_are_hidden_at_any_depth_and_under_any_name_of_one():
         "packages": {"tiktoken": "0.9.0", "tokenizers": "0.21"},
         "https://***@h": [[{"token": "***", "n": 1.5}]],
     }
-    names = "PGPASSWORD OPENAI_KEY SSHPASS GITHUB_PAT MYSQL_PWD AWS_SECRET_ACCESS_KEY".split()
-    environ = {name: f"value-of-{name.lower()}" for name in names} | {"TEXT_KEY": "paragraph"}
-    shown = scrub(" ".join(environ.values()), environ)
-    assert shown == " ".join(["***"] * len(names) + ["paragraph"])
 
 
 def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):

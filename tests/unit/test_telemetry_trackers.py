@@ -55,11 +55,6 @@ def write(run, attempt, first, last, event=None):
             {"suite": "loss", "loss": 1.5, "samples": 9, "samples_per_s": 3.0},
         ),
         ("eval/squad", {"eval/squad/f1": 0.3}, {"suite": "squad", "f1": 0.3}),
-        (
-            "summary",
-            {"summary/runtime_s": 7, "summary/wall_time/train": 6.0},
-            {"runtime_s": 7, "wall_time": {"train": 6.0}, "seconds": {"a": 6.0}},
-        ),
         ("log", {"log/tokens": 9.0, "log/epoch": 8.0}, {"log.tokens": 9.0, "log.epoch": 8.0}),
     ],
 )

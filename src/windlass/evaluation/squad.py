@@ -93,10 +93,6 @@ def normalise(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
-def exact_match(prediction: str, reference: str) -> float:
-    return float(normalise(prediction) == normalise(reference))
-
-
 def f1(prediction: str, reference: str) -> float:
     """Harmonic mean of precision and recall over bags of normalised words; 0 if none is shared."""
     predicted, wanted = normalise(prediction).split(), normalise(reference).split()
@@ -113,7 +109,7 @@ def score(
     """`exact_match` and `f1` in percent over all questions (by id), and `items`."""
     exact = overlap = 0.0
     for key, answers in references.items():
-        exact += max(exact_match(predictions[key], answer) for answer in answers)
+        exact += normalise(predictions[key]) in map(normalise, answers)
         overlap += max(f1(predictions[key], answer) for answer in answers)
     count = len(references)
     return {"exact_match": 100.0 * exact / count, "f1": 100.0 * overlap / count, "items": count}
