@@ -15,6 +15,7 @@ import torch
 
 from windlass.cli import main
 from windlass.evaluation.generate import Sampling, generate
+from windlass.evaluation.passes import Passes
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
@@ -32,9 +33,9 @@ def gpt2(layers: str) -> Any:
 
 def tokens_per_s(layers: str, batch: str, tokens: str) -> None:
     model, prompts = gpt2(layers), torch.arange(PROMPT * int(batch)).reshape(-1, PROMPT).tolist()
-    generate(model, prompts, Sampling(max_tokens=2, temperature=0))
+    generate(Passes(model), prompts, Sampling(max_tokens=2, temperature=0))
     began = time.perf_counter()
-    texts = generate(model, prompts, Sampling(max_tokens=int(tokens), temperature=0))
+    texts = generate(Passes(model), prompts, Sampling(max_tokens=int(tokens), temperature=0))
     assert texts and all(len(text) == int(tokens) for text in texts)
     rate = int(batch) * int(tokens) / (time.perf_counter() - began)
     print(json.dumps({"tokens/s": rate}))

@@ -27,12 +27,12 @@ from windlass.evaluation.likelihood import (
     evaluate_loss,
     log_likelihoods,
 )
-from windlass.evaluation.passes import Passes
+from windlass.evaluation.passes import Interrupted, Passes
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.sharding import unwrap
-from windlass.parallel.parallelize import divide, parallelize
+from windlass.parallel.parallelize import parallelize
 from windlass.parallel.ranks import Ranks, alone
 
 pytestmark = pytest.mark.dist
@@ -40,7 +40,6 @@ pytestmark = pytest.mark.dist
 SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 64, "init_std": 0.3}
 SHAPE = {f"model__{key}": value for key, value in SIZES.items()}
 TOKENIZER = byte_tokenizer()
-ENDS = TOKENIZER.ends
 
 
 def rows(count: int) -> Rows:
@@ -77,88 +76,57 @@ def on_this_process() -> Any:
     return model
 
 
-def with_sharded(
-    join: Join, strategy: str, call: Callable[..., Any], *args: Any, **layout: int
-) -> Any:
-    """`call(model, ranks, *args)` on the ranks of a parallelized model."""
+def on_ranks(join: Join, strategy: str, call: Callable[..., Any], layout: dict[str, int]) -> Any:
+    """`call(model, ranks)` on the ranks of a parallelized model."""
     settings = recipe(**SHAPE, **layout, parallel__strategy=strategy)
     with join(settings) as ranks:
         model = parallelize(build_model(settings, 257), ranks, settings)
         initialise(unwrap(model), 1)
-        return call(model, ranks, *args)
+        return call(unwrap(model), ranks)
 
 
 def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     """All measurements, with counts that no world divides; rank 3 of 4 gets no prompt at all."""
     texts, rank, world = prompts(7), ranks.mesh.data_rank, ranks.mesh.data_world
+    passes = Passes(model, ranks, TOKENIZER)
     mine = [] if rank == 3 else list(range(7))[rank::world]
     with mock.patch.object(generation, "BATCH", 2):
-        continued = generate(model, [texts[i] for i in mine], SAMPLING, ranks, indices=mine)
+        continued = generate(passes, [texts[i] for i in mine], SAMPLING, mine)
     pairs = [Continuation(texts[i // 2], texts[i + 1]) for i in range(6)]  # contexts twice
-    scored = log_likelihoods(model, pairs, ranks)
-    assert continued is not None and scored is not None
+    scored = log_likelihoods(passes, pairs)
     # One text ends at its first token, while the other ranks go on for long. Then only the last
     # rank has a text.
     stop = frozenset(range(257 if rank == 0 else 0))
-    uneven = generate(model, [texts[0]], Sampling(24, temperature=0, stop=stop), ranks)
-    assert uneven is not None and len(uneven[0]) == (0 if rank == 0 else 24)
-    lone = generate(model, texts[:1] if rank == world - 1 else [], SAMPLING, ranks)
-    squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, ENDS)
-    assert squad is not None
+    uneven = generate(passes, [texts[0]], Sampling(24, temperature=0, stop=stop))
+    assert len(uneven[0]) == (0 if rank == 0 else 24)
+    lone = generate(passes, texts[:1] if rank == world - 1 else [], SAMPLING)
+    squad = evaluate_squad(passes, QUESTIONS)
     return {
-        "loss": [evaluate_loss(model, rows(11), ranks, 2, limit) for limit in (0, 1, 5)],
-        "both": evaluate_loss(model, rows(11), ranks, 2, 5, whole=True),
+        "loss": [evaluate_loss(passes, rows(11), 2, limit) for limit in (0, 1, 5)],
+        "both": evaluate_loss(passes, rows(11), 2, 5, whole=True),
         "texts": dict(zip(mine, continued, strict=True)),
         "sums": [one.sum for one in scored],
-        "hellaswag": hellaswag(model, ITEMS, ranks),
+        "hellaswag": hellaswag(passes, ITEMS),
         "squad": squad[1],
         "lone": lone or None,
-        "few": [few(model, ranks, count) for count in (1, 3)],
-        "written": generate_until(model, TOKENIZER, ranks, ENDS, REQUESTS),
+        "few": [few(passes, count) for count in (1, 3)],
+        "written": generate_until(passes, REQUESTS, TOKENIZER.prompt),
     }
 
 
-def hellaswag(model: Any, items: list[Item], ranks: Ranks) -> dict[str, float] | None:
-    return evaluate_hellaswag(model, items, continuations(items, TOKENIZER), ranks)
+def hellaswag(passes: Passes, items: list[Item]) -> dict[str, float]:
+    return evaluate_hellaswag(passes, items, continuations(items, TOKENIZER))
 
 
-def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
+def few(passes: Passes, count: int) -> tuple[Any, ...]:
     """Fewer items than ranks, and an odd number of them."""
     rows = [Continuation([1], [2, i]) for i in range(count)]
-    scored, chosen = log_likelihoods(model, rows, ranks), hellaswag(model, ITEMS[:count], ranks)
-    squad = evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, ENDS)
-    assert scored is not None and chosen is not None and squad is not None
+    scored, chosen = log_likelihoods(passes, rows), hellaswag(passes, ITEMS[:count])
+    squad = evaluate_squad(passes, QUESTIONS[:count])
     return scored[0].tokens, chosen["acc"], squad[1]
 
 
-def scores_of(ranks: Ranks, settings: Any = None) -> tuple[Any, Any]:
-    model = on_this_process()
-    if settings is not None:
-        divide(model, ranks.mesh)
-    loss = evaluate_loss(model, rows(11), ranks, 2)
-    scored = log_likelihoods(model, [Continuation([1, 2], [3, i]) for i in range(3)], ranks)
-    assert loss is not None and scored is not None
-    return (loss["loss"], loss["tokens"]), [(one.sum, one.greedy) for one in scored]
-
-
-def scores_with_parts_of_sequences(join: Join) -> tuple[Any, Any]:
-    settings = recipe(parallel__context=2)
-    with join(settings) as ranks:
-        return scores_of(ranks, settings)
-
-
-def test_ranks_that_share_sequences_count_them_once() -> None:
-    (loss, tokens), texts = scores_of(alone("cpu"))
-    for (own_loss, own_tokens), own_texts in run_ranks(scores_with_parts_of_sequences, 2):
-        assert own_loss == pytest.approx(loss, rel=1e-6)
-        assert (own_tokens, own_texts) == (tokens, texts)
-
-
 TENSOR, CONTEXT, PIPELINE = ({f"parallel__{d}": 2} for d in ("tensor", "context", "pipeline"))
-
-
-def measured_in(join: Join, strategy: str, layout: dict[str, int]) -> dict[str, Any]:
-    return with_sharded(join, strategy, measured, **layout)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +144,7 @@ def measured_in(join: Join, strategy: str, layout: dict[str, int]) -> dict[str, 
 )
 def test_all_that_is_measured_is_that_of_one_process(strategy, world, layout) -> None:
     expected = measured(on_this_process(), alone("cpu"))
-    results = run_ranks(measured_in, world, strategy, layout)
+    results = run_ranks(on_ranks, world, strategy, measured, layout)
     for one in results:
         for mine, whole in zip(one["loss"], expected["loss"], strict=True):
             assert (mine["tokens"], mine["samples"]) == (whole["tokens"], whole["samples"])
@@ -196,23 +164,23 @@ def test_all_that_is_measured_is_that_of_one_process(strategy, world, layout) ->
     assert len(lengths) > 2, "texts end at different places"
 
 
-def stopped(model: Any, ranks: Ranks) -> list[Any]:
+def stopped(model: Any, ranks: Ranks) -> float:
     def poll_of() -> Passes:
         asked = itertools.count()
-        return Passes(poll=lambda: ranks.rank == 1 and next(asked) >= 3)
+        return Passes(model, ranks, poll=lambda: ranks.rank == 1 and next(asked) >= 3)
 
-    return [
-        evaluate_loss(model, rows(64), ranks, 2, passes=poll_of()),
-        generate(model, prompts(3 + ranks.rank), SAMPLING, ranks, passes=poll_of()),
-        log_likelihoods(model, [Continuation([1] * 60, [2] * 4)] * 512, ranks, poll_of()),
-        evaluate_loss(model, rows(5), ranks, 2, passes=Passes(poll=lambda: False)),
-    ]
+    for measure in (
+        lambda: evaluate_loss(poll_of(), rows(64), 2),
+        lambda: generate(poll_of(), prompts(3 + ranks.rank), SAMPLING),
+        lambda: log_likelihoods(poll_of(), [Continuation([1] * 60, [2] * 4)] * 512),
+    ):
+        with pytest.raises(Interrupted):
+            measure()
+    return evaluate_loss(Passes(model, ranks, poll=lambda: False), rows(5), 2)["samples"]
 
 
 def test_a_stop_signal_on_one_rank_stops_all_after_the_same_pass() -> None:
-    for one in run_ranks(with_sharded, 2, "full_shard", stopped):
-        assert one[:3] == [None, None, None]
-        assert one[3]["samples"] == 5
+    assert run_ranks(on_ranks, 2, "full_shard", stopped, {}) == [5, 5]
 
 
 @pytest.mark.parametrize(

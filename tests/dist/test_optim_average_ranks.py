@@ -8,6 +8,7 @@ from equivalence import BATCH, STEPS, built, gathered, rows, settings, train
 from harness import run_ranks
 
 from windlass.evaluation.likelihood import evaluate_loss
+from windlass.evaluation.passes import Passes
 from windlass.model.sharding import unwrap
 
 pytestmark = pytest.mark.dist
@@ -52,12 +53,14 @@ def outcomes(join, recipes):
                 history.append(whole(model, parameters))
             exact, held = defined(history), whole(model, trainer.average.tensors)
             off = max(float((held[n] - exact[n]).abs().max()) for n in exact)
-            losses = [evaluate_loss(model, rows(), ranks, 4, 2 * BATCH)["loss"]]
+            losses = [evaluate_loss(Passes(unwrap(model), ranks), rows(), 4, 2 * BATCH)["loss"]]
             with trainer.average.in_model():
-                losses.append(evaluate_loss(model, rows(), ranks, 4, 2 * BATCH)["loss"])
+                losses.append(
+                    evaluate_loss(Passes(unwrap(model), ranks), rows(), 4, 2 * BATCH)["loss"]
+                )
             after = whole(model, dict(unwrap(model).named_parameters()))
             assert all(torch.equal(after[name], history[-1][name]) for name in after)
-            losses.append(evaluate_loss(model, rows(), ranks, 4, 2 * BATCH)["loss"])
+            losses.append(evaluate_loss(Passes(unwrap(model), ranks), rows(), 4, 2 * BATCH)["loss"])
             results.append((off, losses, held))
     return results
 

@@ -18,6 +18,7 @@ from windlass.data.batch import positions_of
 from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.passes import Passes
 from windlass.evaluation.suites import Suites
 from windlass.model.attention import Documents
 from windlass.model.build import build_model
@@ -149,9 +150,9 @@ def test_an_evaluation_leaves_the_trainings_graph_static(compiled, monkeypatch):
     def evaluate_then_train(model: Any, ranks: Ranks, train: Callable[..., None]) -> None:
         rows = [Continuation([1] * n, [2, 3]) for n in (3, 9, 20, 28)]
 
-        def harness(tasks: str, *place: Any) -> dict[str, Any]:
-            scored = log_likelihoods(model, rows[: 4 if tasks == "a" else 2], ranks, place[-1])
-            return {"rows": len(scored or [])}
+        def harness(passes: Passes, tasks: str, *_: Any) -> dict[str, Any]:
+            scored = log_likelihoods(passes, rows[: 4 if tasks == "a" else 2])
+            return {"rows": len(scored)}
 
         def own(model: Any) -> dict[str, Any]:
             return {"score": float(unwrap(model)(torch.zeros(3, 7, dtype=torch.int64)).sum())}
@@ -159,8 +160,8 @@ def test_an_evaluation_leaves_the_trainings_graph_static(compiled, monkeypatch):
         monkeypatch.setattr("windlass.evaluation.suites.run_harness", harness)
         suites = Suites(recipe(**SMALL), byte_tokenizer(), ranks, own={"own:x": own})
         for suite in ("lm-eval:a", "lm-eval:b", "own:x"):
-            assert suites.measure(suite, model) is not None
-        generate(model, [[1, 2, 3]], Sampling(max_tokens=4, temperature=0), ranks)
+            assert suites.measure(suite, model)
+        generate(Passes(unwrap(model), ranks), [[1, 2, 3]], Sampling(max_tokens=4, temperature=0))
         train()
         suites.measure("lm-eval:b", model)
         train()

@@ -10,6 +10,8 @@ from test_parallel_equivalence import on
 
 from windlass.data.mixture import MixedSamples
 from windlass.evaluation.likelihood import evaluate_loss
+from windlass.evaluation.passes import Passes
+from windlass.model.sharding import unwrap
 
 pytestmark = pytest.mark.dist
 NAMES = ("a", "b", "c")
@@ -42,7 +44,7 @@ def by_source(join, recipe):
     with join(recipe) as ranks:
         model, _ = built(ranks, recipe)
         samples, expected = mixed(spread=True), {}
-        evaluated = evaluate_loss(model, samples, ranks, 4, 30, whole=True)
+        evaluated = evaluate_loss(Passes(unwrap(model), ranks), samples, 4, 30, whole=True)
         if ranks.world == 1:
             batch = samples.read(np.arange(len(samples))).map(torch.from_numpy)
             with torch.no_grad():

@@ -17,6 +17,7 @@ from helpers import refused, windlass
 from windlass import train
 from windlass.evaluation.api import evaluate
 from windlass.evaluation.generate import Sampling, generate
+from windlass.evaluation.passes import Passes
 from windlass.evaluation.source import Source, find_source, load_model, open_model
 from windlass.interop.export import export
 from windlass.parallel.ranks import alone
@@ -57,7 +58,7 @@ def test_a_run_resumes_and_is_used_where_its_base_is_gone(base):
     assert loss == pytest.approx(Run(moved).lines("eval")[-1]["loss"], rel=1e-5)
     model = open_model(source, alone("cpu"))
     ids = source.tokenizer.encode("the cat").tolist()
-    assert len(generate(model, [ids], Sampling(max_tokens=8, temperature=0))[0]) == 8
+    assert len(generate(Passes(model), [ids], Sampling(max_tokens=8, temperature=0))[0]) == 8
     out = export(str(moved), base.parent / "out")
     exported, tokens = AutoModelForCausalLM.from_pretrained(out).eval(), torch.tensor([ids])
     with torch.no_grad():

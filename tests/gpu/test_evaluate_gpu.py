@@ -45,7 +45,7 @@ def test_greedy_text_with_the_cache_is_the_most_likely_token_after_token(run, de
     tokens = torch.tensor([ids], device=device)
     with torch.no_grad():
         for _ in range(24):
-            tokens = torch.cat([tokens, sampler.model(tokens)[:, -1:].argmax(-1)], dim=1)
+            tokens = torch.cat([tokens, sampler.passes.model(tokens)[:, -1:].argmax(-1)], dim=1)
     expected = sampler.source.tokenizer.decode(tokens[0, len(ids) :].tolist())
     assert texts == [expected] * 3 and len(expected) > 0
 

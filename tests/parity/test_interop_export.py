@@ -27,6 +27,7 @@ from windlass.data.tokenizer_kinds import (
 )
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate
+from windlass.evaluation.passes import Passes
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.fileio import Files
 from windlass.interop.export import export, save_tokenizer
@@ -81,7 +82,7 @@ def logits(model: Any, batch: Tensor) -> Tensor:
 def greedy(model: Any, source: Source, ids: list[int], count: int) -> list[int]:
     """The text of our own generation."""
     how = Sampling(max_tokens=count, temperature=0)
-    [text] = generate(model, [ids], how, vocab=source.tokenizer.vocab) or [[]]
+    [text] = generate(Passes(model, tokenizer=source.tokenizer), [ids], how)
     return text
 
 

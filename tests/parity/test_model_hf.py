@@ -26,6 +26,7 @@ from windlass.data.tokenizer_kinds import hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.api import sample
 from windlass.evaluation.generate import Sampling, generate
+from windlass.evaluation.passes import Passes
 from windlass.model.attention import Documents
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -170,7 +171,7 @@ def test_text_is_the_same_with_and_without_a_cache(kind: str, tmp_path: Path) ->
     assert (logits - ours(tokens)[:, 3:]).abs().max() < 1e-5
     # it takes its state under a name of its own: read again
     assert (not cache.name) == (kind == "rwkv")
-    texts = generate(ours, PROMPTS, Sampling(max_tokens=12, temperature=0))
+    texts = generate(Passes(ours), PROMPTS, Sampling(max_tokens=12, temperature=0))
     for prompt, text in zip(PROMPTS, texts, strict=True):
         whole = list(prompt)
         for token in text:

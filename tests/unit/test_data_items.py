@@ -25,7 +25,7 @@ from windlass.data.tokenizer_kinds import (
     gpt2_tokenizer,
     hf_tokenizer,
 )
-from windlass.evaluation.questions import eval_questions
+from windlass.evaluation.squad import eval_questions
 from windlass.recipe import Recipe
 
 BYTES = byte_tokenizer()
@@ -446,7 +446,7 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
         asked({}, squad_file=str(file))
     entry = squad_item("A cat.", "cat", title="t")
     source = sources.Source(SQUAD, {}, lambda: iter([entry, Item("bad", {})]))
-    monkeypatch.setattr("windlass.evaluation.questions.open_source", lambda spec, notify: source)
+    monkeypatch.setattr("windlass.evaluation.squad.open_source", lambda spec, notify: source)
     of_the_hub = {"format": "squad", "source": "squad", "on_bad_item": "skip"}
     expected = Question("q1", "What is it?", "A cat.", ("cat",), hash64("t"))
     assert asked({"data": of_the_hub}) == [expected]

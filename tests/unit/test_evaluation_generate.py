@@ -1,6 +1,7 @@
 """Generation: choosing tokens, the same text in any batch, sliding windows, streaming, stopping."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,10 @@ from windlass.evaluation.generate import (
     batches,
     generate,
     generate_events,
-    mask_unlikely,
     next_tokens,
     uniform,
 )
-from windlass.evaluation.passes import Passes
+from windlass.evaluation.passes import Interrupted, Passes
 
 
 class Toy(nn.Module):
@@ -74,9 +74,9 @@ def test_each_text_is_that_of_the_definition(batch, temperature, longest, monkey
     monkeypatch.setattr(module, "BATCH", batch)
     model, given = Toy(), prompts(11, longest)
     sampling = Sampling(max_tokens=30, temperature=temperature, seed=5, stop=frozenset([3]))
-    texts = generate(model, given, sampling)
+    texts = generate(Passes(model), given, sampling)
     assert texts == [plain(model, prompt, i, sampling) for i, prompt in enumerate(given)]
-    some = generate(model, [given[4], given[1]], sampling, indices=[4, 1])
+    some = generate(Passes(model), [given[4], given[1]], sampling, indices=[4, 1])
     assert some == [texts[4], texts[1]]  # the index and the seed determine a text, not its company
     assert any(len(text) < 30 for text in texts)
     assert temperature == 0 or len({len(text) for text in texts}) > 3
@@ -84,7 +84,7 @@ def test_each_text_is_that_of_the_definition(batch, temperature, longest, monkey
 
 def test_unequal_prompts_share_a_batch_unless_a_window_slides_and_are_read_once(monkeypatch):
     model = Toy(context=64)
-    generate(model, [[1] * 20, [2] * 22], Sampling(max_tokens=10, temperature=0))
+    generate(Passes(model), [[1] * 20, [2] * 22], Sampling(max_tokens=10, temperature=0))
     # the shorter prompt, what the longer has more, and a column for each token
     assert model.passes == 1 + (22 - 20) + 9
     assert batches([5, 9, 5, 7], context=64, max_tokens=10) == [[0, 2, 3, 1]]
@@ -96,11 +96,13 @@ def test_unequal_prompts_share_a_batch_unless_a_window_slides_and_are_read_once(
 def test_tokens_are_streamed_in_order_and_an_end_is_told_once() -> None:
     model, told, prompts = Toy(), {0: [], 1: [], 2: []}, [[1], [5, 6], [7]]
     sampling = Sampling(max_tokens=20, seed=3, stop=frozenset([2]))
-    for index, token in generate_events(model, prompts, sampling):
+    for index, token in generate_events(Passes(model), prompts, sampling):
         told[index].append(token)
         # whoever reads the events between two passes computes as before
         assert torch.is_grad_enabled()
-    assert list(told.values()) == [[*text, None] for text in generate(model, prompts, sampling)]
+    assert list(told.values()) == [
+        [*text, None] for text in generate(Passes(model), prompts, sampling)
+    ]
 
 
 class Casts(TorchDispatchMode):
@@ -123,7 +125,7 @@ def test_weights_are_cast_to_low_precision_once_and_dropped_at_the_end() -> None
     model.table = nn.Parameter(torch.randn(13, 8))
     tokens, sampling = torch.tensor([[1]]), Sampling(max_tokens=9, temperature=0)
     with Casts() as casts:
-        events = generate_events(model, [[1]], sampling, passes=Passes(autocast=low))
+        events = generate_events(Passes(model, autocast=low), [[1]], sampling)
         assert len([next(events) for _ in range(8)]) == 8 and casts.count == 1
         with low():  # in between
             model(tokens)
@@ -138,18 +140,20 @@ def test_weights_are_cast_to_low_precision_once_and_dropped_at_the_end() -> None
 
 def test_progress_counts_complete_texts() -> None:
     seen, sampling = list[tuple[int, int]](), Sampling(max_tokens=3, temperature=0)
-    passes = Passes(progress=lambda *now: seen.append(now))
-    generate(Toy(), prompts(5, 6), sampling, passes=passes)
+    passes = Passes(Toy(), progress=lambda *now: seen.append(now))
+    generate(passes, prompts(5, 6), sampling)
     assert seen == [(done, 5) for done in range(1, 6)]
 
 
 def test_padding_of_the_vocabulary_is_never_chosen_modes_stay_and_a_poll_ends_it() -> None:
     model, answers = Toy(), iter([False, False, False, True])
-    passes = Passes(poll=lambda: next(answers))
-    assert generate(model, [[1]], Sampling(max_tokens=50), passes=passes) is None
+    passes = Passes(model, poll=lambda: next(answers))
+    with pytest.raises(Interrupted):
+        generate(passes, [[1]], Sampling(max_tokens=50))
     assert model.passes == 3
     model.inner = nn.Dropout(0.5).eval()
-    texts = generate(model, [[1]] * 8, Sampling(max_tokens=20, temperature=5.0), vocab=4)
+    passes = Passes(model, tokenizer=SimpleNamespace(vocab=4))
+    texts = generate(passes, [[1]] * 8, Sampling(max_tokens=20, temperature=5.0))
     assert max(max(text) for text in texts) < 4 and len({tuple(text) for text in texts}) == 8
     assert model.training and not model.inner.training
 
@@ -181,5 +185,7 @@ def test_tokens_come_with_the_probabilities_of_the_softmax() -> None:
     ],
 )
 def test_top_k_and_top_p_leave_the_likeliest(top_k: int, top_p: float, left: list[int]) -> None:
-    logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
-    assert mask_unlikely(logits, top_k, top_p)[0].isfinite().nonzero().flatten().tolist() == left
+    logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]])).repeat(100, 1)
+    draws = [draw / 100 for draw in range(100)]
+    chosen = next_tokens(logits, Sampling(top_k=top_k, top_p=top_p), draws)
+    assert chosen.unique().tolist() == left

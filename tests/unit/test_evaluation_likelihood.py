@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from windlass.evaluation.likelihood import (
     evaluate_loss,
     read_items,
 )
+from windlass.evaluation.passes import Passes
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.ranks import alone
@@ -69,8 +71,7 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass, logits, 
     model, given = gpt(), rows(40, 40)  # some are longer than the context of 48
     greedy = model(torch.tensor([given[0].context])).argmax(-1)[0, -1:].tolist()
     given.append(Continuation(given[0].context, greedy))
-    scores = likelihood.log_likelihoods(model, given, ALONE)
-    assert scores is not None
+    scores = likelihood.log_likelihoods(Passes(model, ALONE), given)
     assert scores[-1].greedy
     assert any(len(r.context) + len(r.ending) > 49 for r in given)
     for row, score in zip(given, scores, strict=True):
@@ -91,11 +92,11 @@ class Reads(TorchDispatchMode):
 def test_the_host_does_not_wait_for_each_row() -> None:
     model = gpt()
     with Reads() as reads:
-        scores = likelihood.log_likelihoods(model, rows(30, 20), ALONE)
-    assert scores is not None and len(scores) == 30 and reads.count == 0
+        scores = likelihood.log_likelihoods(Passes(model, ALONE), rows(30, 20))
+    assert len(scores) == 30 and reads.count == 0
     for batch in (1, 8):
         with Reads() as reads:
-            assert evaluate_loss(model, Eight(), ALONE, batch) is not None
+            evaluate_loss(Passes(model, ALONE), Eight(), batch)
         assert reads.count == 1, "the sum, at the end"
 
 
@@ -110,22 +111,15 @@ class Eight:
         return tokens, np.ones_like(tokens)
 
 
-ITEMS = [
-    Item("A man is on a roof. he", ("falls off.", "sings.", "eats.", "removes the tiles."), 3),
-    Item("The cat", ("sat.", "ran away.", "is.", "x"), 1),
-    Item("Then she", ("put it in the oven.", "swam.", "paints it red and blue.", "goes"), 0),
-]
-
-
 def test_accuracies_are_those_of_the_likeliest_ending() -> None:
     """`acc_norm` is per byte of the ending, without the space before it."""
     model, tokenizer = gpt(context=64), byte_tokenizer()
-    items = list(ITEMS)
-    for i in range(40):
-        endings = ("é" * (2 + i % 3), "abcdef"[: 1 + i % 6], "it is.", "🙂")
-        items.append(Item(f"No {i}.", endings, i % 4))
-    result = evaluate_hellaswag(model, items, continuations(items, tokenizer), ALONE)
-    right = {"acc": 0, "acc_norm": 0, "acc_per_token": 0}
+    items = [
+        Item(f"No {i}.", ("é" * (2 + i % 3), "abcdef"[: 1 + i % 6], "it is.", "🙂"), i % 4)
+        for i in range(40)
+    ]
+    result = evaluate_hellaswag(Passes(model, ALONE), items, continuations(items, tokenizer))
+    right = Counter()
     for item in items:
         rows = [plain(model, row, 64)[:2] for row in continuations([item], tokenizer)]
         pairs = list(zip(rows, item.endings, strict=True))
@@ -178,11 +172,8 @@ def test_items_are_those_of_the_harness(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     first, second = read_items(str(file))
     roof = "Roof shingle removal: A man is sitting on a roof. He"
-    assert (first.context, first.endings[1], first.label) == (
-        roof,
-        "is ripping level tiles off.",
-        3,
-    )
+    assert (first.context, first.label) == (roof, 3)
+    assert first.endings[1] == "is ripping level tiles off."
     assert second.context == "Food and Entertaining: How to eat . Buy an item. Look for it "
     assert second.endings == (" Cut it.. Eat.", "b  c", " d", "e")
     ours = byte_tokenizer()

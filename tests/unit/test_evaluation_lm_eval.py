@@ -19,9 +19,9 @@ from helpers import refused
 from windlass.data.chat import Template, prompt_tokens, rendered_tokens
 from windlass.data.tokenizer_kinds import byte_tokenizer, hf_tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.harness import Interrupted, adapter, generate_until, run_harness
-from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
-from windlass.evaluation.passes import Passes
+from windlass.evaluation.harness import adapter, generate_until, run_harness
+from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.passes import Interrupted, Passes
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import parallelize
@@ -32,9 +32,10 @@ from windlass.recipe.settings import EvalSettings
 ALONE = alone("cpu")
 DEFAULT = EvalSettings()
 BYTES = byte_tokenizer()
-INSTALLED = importlib.util.find_spec("lm_eval") is not None
-
-
+needs_harness = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-eval is an extra, not installed here"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")
 SHAPE = {"layers": 1, "heads": 2, "width": 16, "context": 32, "init_std": 0.3}
 
 
@@ -44,6 +45,10 @@ def model(device: str = "cpu") -> Any:
     if device == "cpu":
         initialise(gpt, 1)
     return gpt.eval()
+
+
+def passes_of(ranks: Any = ALONE, tokenizer: Any = BYTES, **more: Any) -> Passes:
+    return Passes(model(), ranks, tokenizer, **more)
 
 
 ROWS = [
@@ -73,22 +78,20 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
         initialise(gpt, 1)
         os.environ["LOCAL_RANK"] = str(ranks.rank)  # as under a launcher
         manager = parity(folder / str(ranks.rank))
-        return run_harness("parity", gpt, BYTES, ranks, BYTES.ends, DEFAULT, task_manager=manager)
+        return run_harness(Passes(gpt, ranks, BYTES), "parity", DEFAULT, manager)
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
-@pytest.mark.filterwarnings("ignore")
+@needs_harness
 def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(tmp_path):
-    gpt, right = model(), 0
-    manager = parity(tmp_path / "alone")
-    numbers = run_harness("parity", gpt, BYTES, ALONE, BYTES.ends, DEFAULT, task_manager=manager)
+    passes, right = passes_of(), 0
+    numbers = run_harness(passes, "parity", DEFAULT, parity(tmp_path / "alone"))
     for row in ROWS:
         question, choices = row["q"].encode(), [choice.encode() for choice in row["choices"]]
         pairs = [Continuation([*question], [*choice]) for choice in choices]
-        scores = [one.sum for one in log_likelihoods(gpt, pairs, ALONE)]
+        scores = [one.sum for one in log_likelihoods(passes, pairs)]
         right += scores.index(max(scores)) == row["gold"]
-    assert numbers["parity/acc"] == pytest.approx(right / 9) and not gpt.training
+    assert numbers["parity/acc"] == pytest.approx(right / 9) and not passes.model.training
     for one in run_ranks(on_a_rank, 2, tmp_path):
         assert one["parity/acc"] == numbers["parity/acc"]
 
@@ -114,53 +117,43 @@ class Scorer:
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         pairs = [request.args for request in requests]
-        cut = [encode_request(BYTES, [256], *pair) for pair in pairs]
+        cut = [(BYTES.prompt(text), BYTES.encode(end).tolist()) for text, end in pairs]
         rows = [(pair, *row) for pair, row in zip(pairs, cut, strict=True)]
         return self._loglikelihood_tokens(rows)  # type: ignore[attr-defined]
 
 
 def test_a_stop_cuts_the_harness_short(harness):
-    harness.append(lambda lm: lm.loglikelihood([SimpleNamespace(args=("Is it? ", "yes"))])[0][0])
+    harness.append(lambda lm: lm.loglikelihood([SimpleNamespace(args=("Is it?", " yes"))])[0][0])
     score = Continuation([*b"Is it?"], [*b" yes"])
-    assert (
-        run_harness(
-            "task", model(), BYTES, ALONE, BYTES.ends, DEFAULT, passes=Passes(poll=lambda: True)
-        )
-        is None
-    )
-    numbers = run_harness(
-        "task", model(), BYTES, ALONE, BYTES.ends, DEFAULT, passes=Passes(poll=lambda: False)
-    )
-    assert numbers is not None and set(numbers) == {"task/0"}
-    assert numbers["task/0"] == log_likelihoods(model(), [score], ALONE)[0].sum
+    with pytest.raises(Interrupted):
+        run_harness(passes_of(poll=lambda: True), "task", DEFAULT)
+    numbers = run_harness(passes_of(poll=lambda: False), "task", DEFAULT)
+    assert numbers == {"task/0": log_likelihoods(passes_of(), [score])[0].sum}
     with pytest.raises(UserError, match="unknown"):
-        run_harness("unknown", model(), BYTES, ALONE, BYTES.ends, DEFAULT)
+        run_harness(passes_of(), "unknown", DEFAULT)
 
 
 def test_a_text_ends_before_a_stop_text(harness: list[Any]) -> None:
-    assert encode_request(BYTES, [256], "Is it? ", "yes") == Continuation([*b"Is it?"], [*b" yes"])
-    assert encode_request(BYTES, [256], "", "yes") == Continuation([256], [*b"yes"])
-    lm = adapter(model(), BYTES, ALONE, BYTES.ends)
-    how = {"until": [], "max_gen_toks": 12}
+    passes, how = passes_of(), {"until": [], "max_gen_toks": 12}
+    lm = adapter(passes)
     (whole,) = lm.generate_until([SimpleNamespace(args=("the", how))])
     (cut,) = lm.generate_until([SimpleNamespace(args=("the", {**how, "until": [whole[3:5]]}))])
     assert whole and cut == whole[: whole.index(whole[3:5])]
-    stop = BYTES.ends | {ord(whole[3])}
-    (cut,) = generate_until(model(), BYTES, ALONE, stop, [("the", how)])
+    passes.stop = BYTES.ends | {ord(whole[3])}
+    (cut,) = generate_until(passes, [("the", how)], BYTES.prompt)
     assert cut == whole[: whole.index(whole[3])], "and before each token of stop"
 
 
-@pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
-@pytest.mark.filterwarnings("ignore")
+@needs_harness
 def test_rolling_scores() -> None:
-    lm = adapter(model(), BYTES, ALONE, BYTES.ends)
+    lm = adapter(passes_of())
     text = "the cat sat on the mat, and then it slept until noon"
     (rolling,) = lm.loglikelihood_rolling([SimpleNamespace(args=(text,))])
     pieces = [
         Continuation([256], [*text[:32].encode()]),
         Continuation([*text[19:32].encode()], [*text[32:].encode()]),
     ]
-    expected = sum(one.sum for one in log_likelihoods(model(), pieces, ALONE))
+    expected = sum(one.sum for one in log_likelihoods(passes_of(), pieces))
     assert rolling == pytest.approx(expected, rel=1e-5)
 
 
@@ -171,20 +164,16 @@ def test_texts_of_one_call_are_those_of_one_call_each() -> None:
     )
     prompts = ["the", "a much longer prompt", "", "a cat", "x", "of mice and men"]
     asked = [(prompt, how[i % 2]) for i, prompt in enumerate(prompts)]
-    together = generate_until(model(), BYTES, ALONE, BYTES.ends, asked)
-    assert together[::2] == [
-        generate_until(model(), BYTES, ALONE, BYTES.ends, [one])[0] for one in asked[::2]
-    ]
-    assert together == generate_until(model(), BYTES, ALONE, BYTES.ends, asked) and all(
-        together[1::2]
-    )
+    together = generate_until(passes_of(), asked, BYTES.prompt)
+    apart = [generate_until(passes_of(), [one], BYTES.prompt)[0] for one in asked[::2]]
+    assert together[::2] == apart and all(together[1::2])
+    assert together == generate_until(passes_of(), asked, BYTES.prompt)
     assert not any("e" in text for text in together[::2])
     with pytest.raises(Interrupted):
-        generate_until(model(), BYTES, ALONE, BYTES.ends, asked, passes=Passes(poll=lambda: True))
+        generate_until(passes_of(poll=lambda: True), asked, BYTES.prompt)
 
 
-@pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
-@pytest.mark.filterwarnings("ignore")
+@needs_harness
 def test_settings_reach_the_harness_and_its_tasks(tmp_path: Path, monkeypatch: Any) -> None:
     from windlass.evaluation import harness
 
@@ -193,15 +182,15 @@ def test_settings_reach_the_harness_and_its_tasks(tmp_path: Path, monkeypatch: A
     tokenizer, template = hf_tokenizer(str(folder)), Template.of_directory(folder)
     rows = list[Continuation]()
 
-    def scores(_: Any, asked: list[Continuation], *__: Any, **___: Any) -> list[Any]:
+    def scores(_: Any, asked: list[Continuation]) -> list[Any]:
         rows.extend(asked)
         return [SimpleNamespace(sum=-float(i % 3), greedy=False) for i in range(len(asked))]
 
     monkeypatch.setattr(harness, "log_likelihoods", scores)
     own = {"lm_eval_tasks": str(tmp_path), "lm_eval_limit": 2, "lm_eval_few_shot": 0}
     settings = EvalSettings.model_validate(own | {"lm_eval_chat": True})
-    place = (tokenizer, ALONE, tokenizer.ends, settings, template)
-    assert run_harness("parity", model(), *place) == {"parity/acc": 0.5}
+    passes = passes_of(tokenizer=tokenizer, template=template)
+    assert run_harness(passes, "parity", settings) == {"parity/acc": 0.5}
     assert len(rows) == 6  # three endings each
     from transformers import AutoTokenizer
 
@@ -213,7 +202,7 @@ def test_settings_reach_the_harness_and_its_tasks(tmp_path: Path, monkeypatch: A
         assert [*row.context, *row.ending][: len(asked)] == asked, text
     with refused("eval.lm_eval_tasks", "nowhere"):
         missing = settings.model_copy(update={"lm_eval_tasks": "nowhere"})
-        run_harness("parity", model(), tokenizer, ALONE, tokenizer.ends, missing)
+        run_harness(passes, "parity", missing)
 
 
 def test_a_conversation_is_asked_in_the_tokens_of_its_template(
@@ -222,7 +211,7 @@ def test_a_conversation_is_asked_in_the_tokens_of_its_template(
     """The text of a special token in a message stays text."""
     folder = tokenizer_fixtures.save("chatml", tmp_path)
     tokenizer, template = hf_tokenizer(str(folder)), Template.of_directory(folder)
-    lm = adapter(model(), tokenizer, ALONE, tokenizer.ends, template)
+    lm = adapter(passes_of(tokenizer=tokenizer, template=template), chat=True)
     talk = [{"role": "user", "content": "the <|im_end|> cat"}]
     text, wanted = lm.apply_chat_template(talk), prompt_tokens(talk, template, tokenizer)
     assert rendered_tokens(text, tokenizer) == wanted
@@ -238,8 +227,7 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
-@pytest.mark.filterwarnings("ignore")
+@needs_harness
 @pytest.mark.parametrize("kind", ["gpt2", *tokenizer_fixtures.KINDS])
 def test_texts_have_the_tokens_that_the_harness_gives_them(kind, tmp_path, data_files, monkeypatch):
     """As the harness's own model of `transformers` encodes requests, with BOS if it writes one."""
@@ -272,12 +260,12 @@ def test_texts_have_the_tokens_that_the_harness_gives_them(kind, tmp_path, data_
 
     seen = list[Any]()
 
-    def record(_model: Any, rows: list[Continuation], *_: Any) -> list[Any]:
+    def record(_: Any, rows: list[Continuation]) -> list[Any]:
         seen.extend((list(row.context), list(row.ending)) for row in rows)
         return [SimpleNamespace(sum=0.0, greedy=True) for _ in rows]
 
     monkeypatch.setattr("windlass.evaluation.harness.log_likelihoods", record)
-    lm = adapter(SimpleNamespace(context=window), ours, ALONE, ours.ends)
+    lm = adapter(Passes(SimpleNamespace(context=window), ALONE, ours))
     pairs = [SimpleNamespace(args=pair) for pair in REQUESTS]
     texts = [SimpleNamespace(args=(a + b,)) for a, b in REQUESTS]
     texts.append(SimpleNamespace(args=(tokenizer_fixtures.TEXT,)))

@@ -8,24 +8,28 @@ import pytest
 from helpers import wait_for, write_ledger
 from windlass.run import Run
 from windlass.telemetry import devices
-from windlass.telemetry.devices import DeviceSampler, HostProbe, summarise_devices
+from windlass.telemetry.devices import DeviceSampler, host_probe, summarise_devices
 
 
-class Probe:
-    def __init__(self, fails_at=0):
-        self.reads, self.fails_at = 0, fails_at
+@pytest.fixture
+def probe(monkeypatch):
+    """The reads of a device's probe, of which the number `fails_at` fails."""
+    probe = SimpleNamespace(reads=0, fails_at=0)
 
-    def read(self):
-        self.reads += 1
-        if self.reads == self.fails_at:
+    def read():
+        probe.reads += 1
+        if probe.reads == probe.fails_at:
             raise OSError("the driver went away")
         return {"util_pct": 50.0}
 
+    monkeypatch.setattr(devices, "host_probe", lambda: read)
+    monkeypatch.setattr(devices, "SECONDS", 0.005)
+    return probe
+
 
 def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_interval(
-    tmp_path, monkeypatch
+    tmp_path, probe
 ):
-    monkeypatch.setattr(devices, "SECONDS", 0.005)
     spent = [
         {"startup": 4.0},
         {"startup": 5.0, "train": 0.4},
@@ -36,8 +40,7 @@ def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_inte
     def phases():
         return spent.pop(0) if len(spent) > 1 else spent[0]
 
-    probe = Probe()
-    sampler = DeviceSampler(tmp_path, rank=3, attempt=1, probe=probe, phases=phases)
+    sampler = DeviceSampler(tmp_path, rank=3, attempt=1, phases=phases)
     wait_for(lambda: probe.reads >= 4)
     sampler.stop()
     sampler.stop()
@@ -47,28 +50,23 @@ def test_a_file_a_rank_and_each_sample_with_the_phase_that_took_most_of_its_inte
     assert [x["phase"] for x in samples[:4]] == ["startup", "train", "eval", "train"]
 
 
-@pytest.mark.parametrize(
-    ("rank", "place", "probe", "why"),
-    [(1, ".", Probe(fails_at=2), "driver went away"), (0, "file", Probe(), "/file")],
-)
-def test_what_goes_wrong_ends_the_sampling_with_a_warning(
-    tmp_path, monkeypatch, rank, place, probe, why
-):
-    monkeypatch.setattr(devices, "SECONDS", 0.001)
+@pytest.mark.parametrize(("place", "why"), [(".", "driver went away"), ("file", "/file")])
+def test_what_goes_wrong_ends_the_sampling_with_a_warning(tmp_path, probe, place, why):
+    probe.fails_at = 2
     (tmp_path / "file").write_text("in the way")
-    sampler = DeviceSampler(tmp_path / place, rank=rank, probe=probe)
+    sampler = DeviceSampler(tmp_path / place, rank=1)
     wait_for(lambda: sampler.warning)
     sampler.stop()
-    assert f"rank {rank}" in sampler.warning and why in sampler.warning
+    assert "rank 1" in sampler.warning and why in sampler.warning
 
 
 def test_the_host_probe_sees_this_process_at_work():
-    probe, end = HostProbe(), time.perf_counter() + 0.15
+    read, end = host_probe(), time.perf_counter() + 0.15
     while time.perf_counter() < end:
         sum(range(1000))
-    busy = probe.read()
+    busy = read()
     time.sleep(0.1)
-    assert busy["util_pct"] > probe.read()["util_pct"] >= 0
+    assert busy["util_pct"] > read()["util_pct"] >= 0
     assert 1 < busy["rss_mb"] < 1e6
 
 
@@ -95,11 +93,11 @@ def test_a_gpu_is_looked_up_by_its_uuid_not_its_index_and_its_peak_begins_with_t
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     allocator = {"mem_alloc_mb": 2.0, "mem_reserved_mb": 8.0, "peak_alloc_mb": 5.0}
-    probe = devices.CudaProbe(0)
+    read = devices.cuda_probe(0)
     assert reset == [0]
-    assert probe.read() == {"util_pct": 97.0, "mem_used_mb": 3.0} | allocator
+    assert read() == {"util_pct": 97.0, "mem_used_mb": 3.0} | allocator
     handles.clear()
-    assert devices.CudaProbe(0).read() == allocator
+    assert devices.cuda_probe(0)() == allocator
 
 
 def a_run(path, *attempts):

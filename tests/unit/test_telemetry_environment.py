@@ -27,7 +27,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
         "s3://b/f?sig=<a>&X-Amz-Signature=<b>&n=1",
         "https://<me:p@w>@host/x?n=1;pass=<a>#access_token=<b>",
         'data.source=["https://<me:pw>@h/a?token=<b>","c.txt"]',
-        "PGPASSWORD=<a> OPENAI_KEY=<b> SSHPASS=<c> GITHUB_PAT=<d>",
+        "PGPASSWORD=<a> OPENAI_KEY=<b> SSHPASS=<c> GITHUB_PAT=<d> AWS_SECRET_ACCESS_KEY=<e>",
         "--openai-key <a> --db-pass <b>",
         '--set={"password":"<a>","n":1}',
         f"<hf_{'a' * 30}> x=<sk-{'b' * 30}>",
@@ -66,10 +66,6 @@ def test_secrets_are_hidden_at_any_depth_and_under_any_name_of_one():
         "packages": {"tiktoken": "0.9.0", "tokenizers": "0.21"},
         "https://***@h": [[{"token": "***", "n": 1.5}]],
     }
-    names = "PGPASSWORD OPENAI_KEY SSHPASS GITHUB_PAT MYSQL_PWD AWS_SECRET_ACCESS_KEY".split()
-    environ = {name: f"value-of-{name.lower()}" for name in names} | {"TEXT_KEY": "paragraph"}
-    shown = scrub(" ".join(environ.values()), environ)
-    assert shown == " ".join(["***"] * len(names) + ["paragraph"])
 
 
 def test_the_environment_is_a_list_of_what_may_be_shown(tmp_path, monkeypatch):
@@ -122,13 +118,11 @@ def test_hosts_and_places_of_ranks():
     placed = [ranks[0] | {"coordinates": "dp 0, tp 1"}, *ranks[1:]]
     assert describe_places(placed)[0] == describe_places(ranks)[0] + " (dp 0, tp 1)"
     launch = {"launcher": "slurm", "world": 3, "nodes": 2, "strategy": "ddp", "backend": "nccl"}
-    launch |= {"versions": {"windlass": "1", "torch": "2.11", "cuda": "12.6", "nccl": "2.27"}}
     job = {"scheduler": "SLURM", "job": "8", "machine": "alps"}
     assert describe_launch(launch | job, ranks) == {
         "job": "SLURM job 8 on alps",
         "launch": "3 ranks on 2 hosts, started by slurm; nccl between ranks",
         "hosts": "n0: ranks 0-1, 2 x H200\nn1: rank 2, 1 x H200",
-        "with": "windlass 1, torch 2.11, CUDA 12.6, NCCL 2.27",
     }
     assert "job" not in describe_launch(launch, ranks)
     slurm = {"SLURM_JOB_ID": "8", "SLURM_CLUSTER_NAME": "alps"}

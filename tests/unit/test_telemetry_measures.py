@@ -17,7 +17,7 @@ from windlass.telemetry.measures import Measure
 
 def test_every_format_is_known_and_charts_have_a_title_and_scores_a_direction():
     for measure in measures.TRAIN.values():
-        assert not measure.console or measure.on_console(1.5)
+        assert not measure.console or measure.console.format(measures.Shown(1.5))
     for chart in (measures.by_chart(measures.TRAIN), measures.by_chart(measures.DEVICE)):
         assert all(parts[0].heading for parts in chart.values())
     scores = [m for m in measures.EVAL.values() if m.role in ("score", "derived")]
@@ -25,38 +25,29 @@ def test_every_format_is_known_and_charts_have_a_title_and_scores_a_direction():
 
 
 @pytest.mark.parametrize(
-    ("name", "role"),
+    ("measure", "role", "lower"),
     [
-        ("loss", "score"),
-        ("perplexity", "derived"),
-        ("hellaswag/acc_norm", "score"),
-        ("samples_per_s", "other"),
-        ("items", "count"),
-        ("tokens", "place"),
+        ("loss", "score", True),
+        ("loss.bits_per_byte", "score", True),
+        ("loss.perplexity", "derived", True),
+        ("squad.f1", "score", False),
+        ("hellaswag.acc_norm", "score", False),
+        ("squad.items", "count", False),
+        ("loss.tokens", "place", True),
+        ("lm-eval:wikitext.wikitext/word_perplexity", "score", True),
+        ("own:mine.score", "score", False),
     ],
 )
-def test_the_role_of_a_field_of_an_evaluation(name, role):
-    assert measures.of_eval(name).role == role
+def test_the_role_and_the_better_direction_of_a_measure(measure, role, lower):
+    suite, _, name = measure.partition(".")
+    assert measures.of_eval(name or suite).role == role
+    assert measures.lower_is_better(measure) == lower
 
 
 def test_a_field_of_lm_eval_keeps_its_task_in_titles():
     measure = measures.of_eval("arc_easy/acc")
     assert (measure.title, measure.text) == ("Arc easy/acc", "arc easy/acc")
     assert (measure.name, measure.better, measure.kind) == ("arc_easy/acc", "higher", "loss")
-
-
-@pytest.mark.parametrize(
-    ("measure", "lower"),
-    [
-        ("loss", True),
-        ("loss.bits_per_byte", True),
-        ("squad.f1", False),
-        ("lm-eval:wikitext.wikitext/word_perplexity", True),
-        ("own:mine.score", False),
-    ],
-)
-def test_the_better_direction_of_a_measure(measure, lower):
-    assert measures.lower_is_better(measure) == lower
 
 
 def test_a_new_number_of_a_step_and_of_a_run_is_one_declaration_each(tmp_path, monkeypatch):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from helpers import refused, windlass
+from helpers import refused, windlass, write_ledger
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.backends import WandB
-from windlass.telemetry.exporter import DeviceReader, Follower, point
+from windlass.telemetry.exporter import Follower, point
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import track
 
@@ -41,42 +41,27 @@ def write(run, attempt, first, last, event=None):
 
 
 @pytest.mark.parametrize(
-    ("line", "stream", "scalars"),
+    ("stream", "scalars", "line"),
     [
         (
-            {
-                "kind": "train",
-                "loss": 0.1,
-                "tokens_per_s": 5,
-                "step_ms": 7.5,
-                "seconds": {"a": 2.0},
-            },
             "train",
             {"train/loss": 0.1, "throughput/tokens_per_s": 5, "time/step_ms": 7.5},
+            {"loss": 0.1, "tokens_per_s": 5, "step_ms": 7.5, "seconds": {"a": 2.0}},
         ),
-        ({"kind": "train", "source.web.loss": 2.0}, "train", {"train/source/web/loss": 2.0}),
+        ("train", {"train/source/web/loss": 2.0}, {"source.web.loss": 2.0}),
         (
-            {"kind": "eval", "suite": "loss", "loss": 1.5, "samples": 9, "samples_per_s": 3.0},
             "eval/loss",
             {"eval/loss": 1.5, "eval/samples_per_s": 3.0},
+            {"suite": "loss", "loss": 1.5, "samples": 9, "samples_per_s": 3.0},
         ),
-        ({"kind": "eval", "suite": "squad", "f1": 0.3}, "eval/squad", {"eval/squad/f1": 0.3}),
-        (
-            {"kind": "summary", "runtime_s": 7, "wall_time": {"train": 6.0}, "seconds": {"a": 6.0}},
-            "summary",
-            {"summary/runtime_s": 7, "summary/wall_time/train": 6.0},
-        ),
-        (
-            {"kind": "log", "log.tokens": 9.0, "log.epoch": 8.0},
-            "log",
-            {"log/tokens": 9.0, "log/epoch": 8.0},
-        ),
+        ("eval/squad", {"eval/squad/f1": 0.3}, {"suite": "squad", "f1": 0.3}),
+        ("log", {"log/tokens": 9.0, "log/epoch": 8.0}, {"log.tokens": 9.0, "log.epoch": 8.0}),
     ],
 )
-def test_names_are_grouped_and_kinds_have_streams_of_their_own(line, stream, scalars):
-    shown = point({"step": 5, "time": TIME} | line)
-    assert (shown.step, shown.time) == (5, 1767225600.0)
-    assert (shown.stream, shown.scalars) == (stream, scalars)
+def test_names_are_grouped_and_kinds_have_streams_of_their_own(stream, scalars, line):
+    shown = point({"kind": stream.partition("/")[0], "step": 5, "time": TIME} | line)
+    assert (shown.step, shown.time, shown.stream) == (5, 1767225600.0, stream)
+    assert shown.scalars == scalars
 
 
 class FakeTracker:
@@ -85,7 +70,7 @@ class FakeTracker:
     hint = "look here"
 
     def __init__(self):
-        self.rows, self.stored, self.ids, self.ended, self.fails = [], {}, [], [], 0
+        self.points, self.stored, self.ids, self.ended, self.fails = [], {}, [], [], 0
         self.settings = []
 
     def connect(self, run, id, settings, started):
@@ -99,7 +84,7 @@ class FakeTracker:
             if self.fails and number == 2:
                 self.fails -= 1
                 raise ConnectionError("500")
-            self.rows.append((sent.step, sent.scalars.get("train/loss")))
+            self.points.append(sent)
             self.stored[sent.stream] = sent.step
 
     def close(self, state, ended):
@@ -107,7 +92,7 @@ class FakeTracker:
 
     @property
     def steps(self):
-        return [step for step, loss in self.rows if loss is not None]
+        return [sent.step for sent in self.points if "train/loss" in sent.scalars]
 
 
 def test_where_the_run_goes_back_the_tracker_is_opened_again(run):
@@ -240,56 +225,45 @@ def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):
     assert sent == names[1:]
 
 
-def sample(rank, second, **fields):
-    time = f"2026-01-01T00:00:{second:02d}.000Z"
-    return json.dumps({"time": time, "rank": rank, "attempt": 0, "phase": "train"} | fields) + "\n"
-
-
-def write_samples(run, ranks=2):
-    """Allocated memory of rank r in second s: 100 r + s; utilisation 90 + r, and 5 in the
-    evaluation of the third second.
-    """
-    run.devices_dir.mkdir(exist_ok=True)
-    for rank in range(ranks):
-        start = {"time": TIME, "kind": "start", "rank": rank, "attempt": 0, "memory_mb": 80_000}
-        rows = [json.dumps(start) + "\n", '{"torn\n']
-        for s in range(1, 7):
-            use = {"phase": "eval", "util_pct": 5.0} if s == 3 else {"util_pct": 90.0 + rank}
-            use |= {"mem_alloc_mb": 100.0 * rank + s, "mem_reserved_mb": 500.0}
-            rows.append(sample(rank, s, **use))
-        rows.append(sample(rank, 6, mem_alloc_mb=9e9, attempt=1))  # of a start that came later
-        (run.devices_dir / f"rank-{rank:05d}.jsonl").write_text("".join(rows) + '{"is being wr')
-
-
-def train_line(second):
-    time = f"2026-01-01T00:00:{second:02d}.500Z"
-    return {"kind": "train", "step": second, "attempt": 0, "time": time}
+def at(second):
+    return {"time": f"2026-01-01T00:00:{second:04.1f}00Z"}
 
 
 def test_each_rank_s_memory_and_utilisation_come_with_the_train_lines(run):
-    reader = DeviceReader(run)
-    assert reader.read(train_line(1)) == {}, "the files are not there yet"
-    write_samples(run)
-    assert reader.read(train_line(2)) == {
-        "device/rank0/util_pct": 90.0,
-        "device/rank0/mem_alloc_mb": 1.5,
-        "device/rank0/mem_reserved_mb": 500.0,
-        "device/rank1/util_pct": 91.0,
-        "device/rank1/mem_alloc_mb": 101.5,
-        "device/rank1/mem_reserved_mb": 500.0,
+    """Allocated memory of rank r in second s: 100 r + s; utilisation 90 + r, and 5 in the
+    evaluation of the third second. Of many ranks the first 8 count."""
+    tracker = FakeTracker()
+    live = Follower(run, tracker.connect)
+    write_ledger(
+        run, {"kind": "event", "event": "started"} | at(0), {"kind": "train", "step": 1} | at(1.5)
+    )
+    live.flush()
+    run.devices_dir.mkdir()
+    for rank in range(9):
+        samples = []
+        for s in range(1, 7):
+            use = ("eval", 5.0) if s == 3 else ("train", 90.0 + rank)
+            samples.append(at(s) | {"phase": use[0], "util_pct": use[1], "attempt": 0})
+            samples[-1] |= {"mem_alloc_mb": 100.0 * rank + s, "mem_reserved_mb": 500.0}
+        later = at(6) | {"phase": "train", "mem_alloc_mb": 9e9, "attempt": 1}  # of a later start
+        text = "\n".join(map(json.dumps, [*samples, later]))
+        (run.devices_dir / f"rank-{rank:05d}.jsonl").write_text(f'{{"torn\n{text}\n{{"is being wr')
+    for second in (2, 3, 4, 9):
+        write_ledger(run, {"kind": "train", "step": second} | at(second + 0.5))
+    live.flush()
+    sent = [point.scalars for point in tracker.points]
+    assert [scalars.pop("run/attempt") for scalars in sent] == [0.0] * 5
+    early, second, third, fourth, last = sent
+    assert early == {}, "the files are not there yet"
+    names = ("util_pct", "mem_alloc_mb", "mem_reserved_mb")
+    assert second == {
+        f"device/rank{rank}/{name}": value
+        for rank in range(8)
+        for name, value in zip(names, (90.0 + rank, 100.0 * rank + 1.5, 500.0), strict=True)
     }
-    during_evaluation = reader.read(train_line(3))
-    assert during_evaluation["device/rank0/mem_alloc_mb"] == 3.0
-    assert "device/rank0/util_pct" not in during_evaluation
-    assert reader.read(train_line(3)) == {}, "each sample counts once"
-    # without the sample of the later start
-    assert reader.read(train_line(9))["device/rank1/mem_alloc_mb"] == 105.0
-    reader.close()
-    write_samples(run, ranks=9)
-    reader = DeviceReader(run)
-    found = reader.read(train_line(1))
-    assert (found["device/rank7/mem_alloc_mb"], len(found)) == (701, 8 * 3), "of many the first"
-    reader.close()
+    assert third["device/rank0/mem_alloc_mb"] == 3.0 and "device/rank0/util_pct" not in third
+    assert fourth["device/rank0/mem_alloc_mb"] == 4.0, "each sample counts once"
+    assert last["device/rank1/mem_alloc_mb"] == 105.5, "without the sample of the later start"
 
 
 def test_a_tracker_is_opened_when_the_parameters_are_known(run):
@@ -301,11 +275,10 @@ def test_a_tracker_is_opened_when_the_parameters_are_known(run):
     live.flush()
     assert not tracker.settings
     facts = {"world": 2, "parameters": 28_952_064, "device": "NVIDIA A100", "precision": "bf16"}
-    facts["steps"] = 4400
-    ledger.write("event", 0, event="started", **facts, mesh={"pp": 2, "tp": 1})
+    facts |= {"steps": 4400, "strategy": "ddp"}
+    ledger.write("event", 0, event="started", **facts)
     ledger.close()
     live.flush()
     (settings,) = tracker.settings
     assert facts.items() <= settings.items()
-    assert (settings["strategy"], settings["layout"]) == ("ddp", "pp 2")
     assert settings["optim.lr"] == 1e-3 and "trained" not in settings

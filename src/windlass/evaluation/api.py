@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from windlass.data.chat import prompt_tokens, stop_tokens
+from windlass.data.chat import prompt_tokens
 from windlass.data.open import open_data
 from windlass.data.run_data import Data, own_data
 from windlass.errors import UserError, argument
@@ -151,12 +151,11 @@ def measure(
     """
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)
-    if LOSS_SUITE in suites and source.tokenizer is None and given is None:
-        problem = f"{source.name} was trained on your data"
-        raise UserError(f"{problem}: measure it from Python, as evaluate(run, data=...)")
-    data, template = given, source.template
+    data, tokenizer, template = given, source.tokenizer, source.template
     if data is None and LOSS_SUITE in suites:
-        tokenizer = source.tokenizer
+        if tokenizer is None:
+            problem = f"{source.name} was trained on your data"
+            raise UserError(f"{problem}: measure it from Python, as evaluate(run, data=...)")
         data = open_data(recipe, ranks, tokenizer=tokenizer, template=template, only_val=True)
     if data is not None and data.val is None:
         raise UserError(
@@ -164,22 +163,19 @@ def measure(
         )
     batch = samples_per_pass(recipe.model.context, ranks.device.type)
     val = data.val if data else None
-    measurer = Suites(recipe, source.tokenizer, ranks, val, batch, template=template)
+    measurer = Suites(recipe, tokenizer, ranks, val, batch, template=template)
     keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
     settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
     settings["train.precision"] = resolve_precision(recipe.train.precision, ranks.device)
     results, measured = dict[str, SuiteScores](), dict[str, dict[str, Any]]()
-    predictions = None
     for suite in suites:
-        scored = measurer.measure(suite, model, progress=partial(on_progress, suite))
-        assert scored is not None, "only a poll stops a suite"
-        results[suite], answers = scored
-        predictions = answers or predictions
+        results[suite] = measurer.measure(suite, model, progress=partial(on_progress, suite))
         if ranks.main:
             measured[suite] = {"settings": settings}
             if suite == LOSS_SUITE and data is not None:
                 measured[suite]["data"] = data.fingerprint
             on_result(suite, results[suite])
+    predictions = measurer.predictions or None
     return Evaluation(source.name, source.step, results, measured, predictions, source.weights)
 
 
@@ -204,24 +200,21 @@ class TextSampler:
         self.source = source
         default = {"max_tokens": 256, "temperature": 0.8, "seed": source.recipe.run.seed}
         sampling = Sampling(**default | settings)  # rejects bad ones before it opens the model
-        self.ranks = alone(device or None)
-        self.model = open_model(source, self.ranks)
-        has_tokenizer = source.tokenizer is not None
-        if not has_tokenizer or not hasattr(unwrap(self.model), "new_cache"):
-            lack = "a model without new_cache" if has_tokenizer else "data without a tokenizer"
+        ranks, tokenizer = alone(device or None), source.tokenizer
+        model, low = open_model(source, ranks), partial(autocast, source.recipe, ranks.device)
+        model = unwrap(model)
+        self.passes = Passes(model, ranks, tokenizer, source.template, low)
+        if tokenizer is None or not hasattr(model, "new_cache"):
+            lack = "data without a tokenizer" if tokenizer is None else "a model without new_cache"
             needs = "text needs a tokenizer and new_cache(batch, length)"
             raise UserError(f"{source.name} is the run of {lack}: {needs}")
-        self.sampling = replace(sampling, stop=stop_tokens(source.tokenizer, source.template))
+        self.sampling = replace(sampling, stop=self.passes.stop)
         self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
 
     def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
         """The continuations of prompts, as (number of the text, next piece), text after text."""
-        tokenizer = self.source.tokenizer
-        passes = Passes(partial(autocast, self.source.recipe, self.ranks.device))
-        events = generate_events(
-            self.model, prompts, self.sampling, self.ranks, vocab=tokenizer.vocab, passes=passes
-        )
-        return in_order(events, tokenizer, len(prompts), after)
+        events = generate_events(self.passes, prompts, self.sampling)
+        return in_order(events, self.source.tokenizer, len(prompts), after)
 
     def reply(self, message: str) -> Iterator[str]:
         """The pieces of the model's answer to the next message, by its chat template."""

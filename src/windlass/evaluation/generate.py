@@ -9,8 +9,8 @@ Legend: B rows of a batch, T tokens of a pass, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.passes import PLAIN, Passes
+from windlass.evaluation.passes import Interrupted, Passes
 from windlass.model.modes import casting_once, evaluating
-from windlass.model.sharding import unwrap
 from windlass.parallel.collectives import max_async
 from windlass.parallel.parallelize import varying_shapes
-from windlass.parallel.ranks import Ranks, alone
 from windlass.seeds import seed_bytes
 
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
@@ -61,25 +59,20 @@ def next_tokens(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> T
     which the cumulated probability after temperature, top-k and top-p passes the draw."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    masked = mask_unlikely(logits.double() / sampling.temperature, sampling.top_k, sampling.top_p)
+    logits, vocab = logits.double() / sampling.temperature, logits.shape[-1]
+    if 0 < sampling.top_k < vocab:
+        edge = logits.topk(sampling.top_k, -1).values[:, -1:]  # ties with the last one stay
+        logits = logits.masked_fill(logits < edge, -torch.inf)
+    if sampling.top_p < 1:
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
+        probabilities = values.softmax(-1)
+        outside = probabilities.cumsum(-1) - probabilities >= sampling.top_p  # never the likeliest
+        logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
     # In float64 the sum of 2^18 probabilities is exact far below the grid of the draws.
-    cumulated = masked.softmax(-1).cumsum(-1)
+    cumulated = logits.softmax(-1).cumsum(-1)
     draw = torch.tensor(draws, dtype=torch.float64, device=logits.device).unsqueeze(-1)
     place = torch.searchsorted(cumulated, draw * cumulated[:, -1:], right=True).squeeze(-1)
-    return place.clamp_(max=logits.shape[-1] - 1)
-
-
-def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits [B, V] with -inf where top-k (with its ties) and top-p exclude a token."""
-    if 0 < top_k < logits.shape[-1]:
-        edge = logits.topk(top_k, -1).values[:, -1:]
-        logits = logits.masked_fill(logits < edge, -torch.inf)
-    if top_p == 1:
-        return logits
-    values, order = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = values.softmax(-1)
-    outside = probabilities.cumsum(-1) - probabilities >= top_p  # never the likeliest
-    return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
+    return place.clamp_(max=vocab - 1)
 
 
 def window(model: Any) -> int:
@@ -94,84 +87,66 @@ def text_after(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) 
 
 
 def generate(
-    model: Any,
+    passes: Passes,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    ranks: Ranks | None = None,
     indices: Sequence[int] | None = None,
-    vocab: int = 0,
-    passes: Passes = PLAIN,
-) -> list[list[int]] | None:
+) -> list[list[int]]:
     """The tokens after each prompt, without the stop token; arguments as `generate_events`."""
     indices = range(len(prompts)) if indices is None else indices
     texts = {index: list[int]() for index in indices}
     done = 0
-    events = generate_events(model, prompts, sampling, ranks, indices, vocab, passes)
-    while True:
-        try:
-            index, token = next(events)
-        except StopIteration as end:
-            return list(texts.values()) if end.value else None
+    for index, token in generate_events(passes, prompts, sampling, indices):
         if token is not None:
             texts[index].append(token)
         else:
             done += 1
             passes.show(done, len(prompts))
+    return list(texts.values())
 
 
 def generate_divided(
-    model: Any,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
+    passes: Passes,
     sampling: Sampling,
     numbers: Sequence[int],
     prompt_of: Callable[[int], list[int]],
-    passes: Passes = PLAIN,
-) -> dict[int, str] | None:
+) -> dict[int, str]:
     """A text for each number, generated on one rank; every rank gets all texts."""
-    mesh = ranks.mesh
+    mesh = passes.ranks.mesh
     own = numbers[mesh.data_rank :: mesh.data_world]
-
-    def show(done: int, _: int) -> None:  # the other ranks are about equally far
-        passes.show(min(done * mesh.data_world, len(numbers)), len(numbers))
-
     prompts = [prompt_of(number) for number in own]
-    shown = replace(passes, progress=show)
-    texts = generate(model, prompts, sampling, ranks, own, tokenizer.vocab, shown)
-    if texts is None:
-        return None
+    texts = generate(passes, prompts, sampling, own)
     decoded = [
-        (n, text_after(tokenizer, prompt, ids))
+        (n, text_after(passes.tokenizer, prompt, ids))
         for n, prompt, ids in zip(own, prompts, texts, strict=True)
     ]
-    return {n: text for part in ranks.all_gather_object("texts", decoded) for n, text in part}
+    return {
+        n: text for part in passes.ranks.all_gather_object("texts", decoded) for n, text in part
+    }
 
 
 def generate_events(
-    model: Any,
+    passes: Passes,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    ranks: Ranks | None = None,
     indices: Sequence[int] | None = None,
-    vocab: int = 0,
-    passes: Passes = PLAIN,
-) -> Generator[Event, None, bool]:
+) -> Iterator[Event]:
     """Continue prompts: yields (index, token), and (index, None) when a text is complete.
 
-    A full window drops its first half. Returns False if a rank was asked to stop.
+    A full window drops its first half. Raises Interrupted if a rank was asked to stop.
 
     Args:
-        model: It has `context`, perhaps a longer `limit`, and `new_cache(batch, length)`;
+        passes: Its model has `context`, perhaps a longer `limit`, and `new_cache(batch, length)`;
             `model(tokens [B, T], cache=cache)` returns logits [B, T or 1, V].
         prompts: The prompts of this rank; ranks may have different numbers of them.
         indices: Numbers of the texts (default: their places); with the seed they determine the
             texts.
-        vocab: Only tokens below it are chosen (0: all), for a model with a padded vocabulary.
     """
-    model = unwrap(model)
-    ranks = ranks or alone(next(model.parameters()).device)
+    model, ranks = passes.model, passes.ranks
     if any(not len(prompt) for prompt in prompts):
         raise UserError("a prompt is empty: generation needs at least one token to begin with")
+    # a model's vocabulary may be padded
+    vocab = passes.tokenizer.vocab if passes.tokenizer else None
     numbers = range(len(prompts)) if indices is None else indices
     lengths = list(map(len, prompts))
     groups = iter(batches(lengths, window(model), sampling.max_tokens))
@@ -185,14 +160,16 @@ def generate_events(
             # one token until no rank has work left.
             flags = [group is not None, passes.poll is not None and passes.poll()]
             active, stops = max_async(flags, ranks).wait()
-            if stops or not active:
-                return not stops
+            if stops:
+                raise Interrupted
+            if not active:
+                return
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
             ids = torch.tensor(tokens, dtype=torch.int64, device=ranks.device)
             with torch.no_grad(), casting_once(passes.autocast):
                 logits = model(ids, cache=cache)[:, -1]
             if group is not None:
-                yield from group.add(logits[:, : vocab or None].float())
+                yield from group.add(logits[:, :vocab].float())
 
 
 class _Texts:

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from windlass import hub
-from windlass.data.chat import Template, rendered_tokens
-from windlass.data.tokenizer import Tokenizer
+from windlass.data.chat import rendered_tokens
 from windlass.errors import UserError, require
 from windlass.evaluation.generate import Sampling, generate_divided, window
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
-from windlass.evaluation.passes import PLAIN, Passes
-from windlass.model.sharding import unwrap
-from windlass.parallel.ranks import Ranks
+from windlass.evaluation.passes import Passes
 from windlass.recipe.settings import EvalSettings
 
 MAX_TOKENS = 256  # to generate if a task does not say
 
 
-class Interrupted(Exception):
-    """A rank was asked to stop; the harness itself cannot stop."""
-
-
 def run_harness(
-    tasks: str,
-    model: Any,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-    stop: frozenset[int],
-    settings: EvalSettings,
-    template: Template | None = None,
-    passes: Passes = PLAIN,
-    task_manager: Any = None,
-) -> dict[str, Any] | None:
-    """The scores `TASK/METRIC` of tasks, joined by `+`; `template` is for `lm_eval_chat`. None if
-    stopped."""
+    passes: Passes, tasks: str, settings: EvalSettings, task_manager: Any = None
+) -> dict[str, Any]:
+    """The scores `TASK/METRIC` of tasks, joined by `+`."""
     hub.prepare()
     require("lm_eval", f"the suite lm-eval:{tasks}")
     from lm_eval import simple_evaluate
@@ -50,11 +34,10 @@ def run_harness(
 
         task_manager = TaskManager(include_path=str(folder))
     limit = settings.lm_eval_limit
-    chat = template if settings.lm_eval_chat else None
     try:
         with hub.explained(f"the suite lm-eval:{tasks}"):
             report = simple_evaluate(
-                model=adapter(model, tokenizer, ranks, stop, chat, passes),
+                model=adapter(passes, chat=settings.lm_eval_chat),
                 tasks=[name for name in tasks.split("+") if name],
                 num_fewshot=None if settings.lm_eval_few_shot < 0 else settings.lm_eval_few_shot,
                 limit=(int(limit) if limit >= 1 else limit) or None,
@@ -62,8 +45,6 @@ def run_harness(
                 task_manager=task_manager,
                 log_samples=False,
             )
-    except Interrupted:
-        return None
     except KeyError as error:  # the harness's error for an unknown task
         raise UserError(f"the suite lm-eval:{tasks}: the harness lacks the task {error}") from None
     numbers = {
@@ -73,19 +54,17 @@ def run_harness(
         if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
     }
     # Under a launcher the harness returns results to each node's first process only.
-    return dict(ranks.broadcast_object("lm-eval results", numbers))
+    return dict(passes.ranks.broadcast_object("lm-eval results", numbers))
 
 
-def adapter(
-    model: Any,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-    stop: frozenset[int],
-    template: Template | None = None,
-    passes: Passes = PLAIN,
-) -> Any:
-    """The model for the harness, with the tokens of its `HFLM`; raises `Interrupted`."""
+def adapter(passes: Passes, chat: bool = False) -> Any:
+    """The model for the harness, with the tokens of its `HFLM`.
+
+    `chat`: the texts are conversations in the chat template.
+    """
     from lm_eval.api.model import TemplateLM
+
+    tokenizer, template = passes.tokenizer, passes.template if chat else None
 
     class Adapter(TemplateLM):  # type: ignore[misc]
         tokenizer_name = tokenizer.fingerprint  # of the harness's cache
@@ -111,15 +90,13 @@ def adapter(
                 Continuation(context, ending or self.tok_encode(texts[1], False))
                 for texts, context, ending in requests
             ]
-            scores = log_likelihoods(model, rows, ranks, passes) if rows else []
-            if scores is None:
-                raise Interrupted
+            scores = log_likelihoods(passes, rows) if rows else []
             return [(score.sum, score.greedy) for score in scores]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
             from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-            sums, context = list[float](), unwrap(model).context
+            sums, context = list[float](), passes.model.context
             for request in requests:
                 ids = self.tok_encode(request.args[0])
                 windows = get_rolling_token_windows(ids, self.prefix_token_id, context, 1)
@@ -128,20 +105,13 @@ def adapter(
             return sums
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-            arguments = [request.args for request in requests]
-            return generate_until(model, tokenizer, ranks, stop, arguments, template, passes)
+            return generate_until(passes, [request.args for request in requests], self.tok_encode)
 
     return Adapter()
 
 
 def generate_until(
-    model: Any,
-    tokenizer: Tokenizer,
-    ranks: Ranks,
-    stop: frozenset[int],
-    requests: Sequence[tuple[str, Any]],
-    template: Template | None = None,
-    passes: Passes = PLAIN,
+    passes: Passes, requests: Sequence[tuple[str, Any]], encode: Callable[[str], list[int]]
 ) -> list[str]:
     """A text for each request (context and settings), on every rank."""
     samplings, prompts = list[Sampling](), list[list[int]]()
@@ -153,20 +123,14 @@ def generate_until(
             temperature=float(options.get("temperature", 1.0)),
             top_k=int(options.get("top_k", 0)),
             top_p=float(options.get("top_p", 1.0)),
-            stop=stop,
+            stop=passes.stop,
         )
         samplings.append(sampling)
-        ids = rendered_tokens(context, tokenizer) if template else tokenizer.prompt(context)
-        prompts.append(ids[-max(1, window(unwrap(model)) - sampling.max_tokens) :])
+        prompts.append(encode(context)[-max(1, window(passes.model) - sampling.max_tokens) :])
     answers: dict[int, str] = {}
     for sampling in dict.fromkeys(samplings):
         numbers = [number for number, other in enumerate(samplings) if other == sampling]
-        part = generate_divided(
-            model, tokenizer, ranks, sampling, numbers, prompts.__getitem__, passes
-        )
-        if part is None:
-            raise Interrupted
-        answers |= part
+        answers |= generate_divided(passes, sampling, numbers, prompts.__getitem__)
     texts = []
     for number, (_, settings) in enumerate(requests):  # a text ends before its first stop text
         until = settings.get("until") or []

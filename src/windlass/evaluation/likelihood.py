@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,11 @@ from windlass.data.recipe_sources import SourceSpec
 from windlass.data.sources import open_source
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.passes import PLAIN, Passes
+from windlass.evaluation.passes import Passes
 from windlass.model.attention import documents_of
 from windlass.model.loss import SourceSums, takes_sources
 from windlass.model.modes import casting_once, evaluating, scalar
-from windlass.model.sharding import unwrap
 from windlass.parallel.collectives import sum_async, sum_over_stages
-from windlass.parallel.ranks import Ranks
 from windlass.recipe.settings import IGNORE_INDEX
 
 HELLASWAG = "hf:Rowan/hellaswag"
@@ -40,27 +38,25 @@ LEAST_PER_PASS = 128  # tokens, however many logits each has
 
 
 def evaluate_loss(
-    model: Any,
+    passes: Passes,
     samples: Samples,
-    ranks: Ranks,
     batch: int,
     limit: int = 0,
     *,
     whole: bool = False,
     token_bytes: np.ndarray | None = None,
-    passes: Passes = PLAIN,
-) -> dict[str, float] | None:
-    """The loss of a validation set, or of its first `limit` samples (0: all); None if stopped.
+) -> dict[str, float]:
+    """The loss of a validation set, or of its first `limit` samples (0: all).
 
     Args:
-        model: `model(tokens, labels)`, both [B, T], returns the summed loss.
+        passes: `model(tokens, labels)`, both [B, T], returns the summed loss.
         whole: Also measure the rest, in `full_loss` and the other fields of all samples.
         token_bytes: UTF-8 bytes of each token, [V], for `bits_per_byte`.
 
     Returns `loss` (nats a token, over the unmasked labels), `perplexity`, `tokens` and `samples`
     (over all ranks), and `source.NAME.loss`. Neither world size nor padding has an effect.
     """
-    model, mesh = unwrap(model), ranks.mesh
+    model, ranks, mesh = passes.model, passes.ranks, passes.ranks.mesh
     mixed = isinstance(samples, MixedSamples) and takes_sources(model)
     names = samples.names if mixed else []  # type: ignore[attr-defined]
     by_source = torch.zeros((len(names), 2), dtype=torch.float64, device=ranks.device)
@@ -81,21 +77,22 @@ def evaluate_loss(
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
                 with casting_once(passes.autocast):
                     total += scalar(model(*here[:2], **sources, **documents_of(here, model)))
-                if passes.stopped(ranks):
-                    return None
+                passes.check()
                 done = min(done + batch * mesh.data_world, end)
                 passes.show(done, ends[-1])
             # The ranks of `cp` have the same rows; each has the loss of its own tokens.
             counts = [mesh.counts_rows * float(number) for number in (tokens, text_bytes)]
             own_sums = sum_over_stages(by_source.clone(), ranks).flatten().tolist()
             sums = sum_async([float(total), *counts, *own_sums], ranks).wait()
-            results.append(_mean_loss(end, *sums[:3]) | source_losses(names, sums[3:]))
+            results.append(loss_scores(end, sums, names))
     # `full_loss`, and `source.web.full_loss`
     full = {re.sub(r"(\w+)$", r"full_\1", name): value for name, value in results[-1].items()}
     return results[0] | (full if len(ends) > 1 else {})
 
 
-def _mean_loss(samples: int, loss_sum: float, tokens: float, text_bytes: float) -> dict[str, float]:
+def loss_scores(samples: int, sums: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    """Scores by the sums of losses, labels and bytes, and of losses and labels of each source."""
+    loss_sum, tokens, text_bytes, *by_source = sums
     if not tokens:
         raise UserError("every label of the validation set is masked: check data.eval_source")
     loss = loss_sum / tokens
@@ -107,13 +104,8 @@ def _mean_loss(samples: int, loss_sum: float, tokens: float, text_bytes: float) 
     }
     if text_bytes:
         scores["bits_per_byte"] = loss_sum / (math.log(2) * int(text_bytes))
-    return scores
-
-
-def source_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """The losses of a mixture's sources; a source without labels has none."""
-    pairs = zip(names, sums[::2], sums[1::2], strict=True)
-    return {f"source.{name}.loss": loss / labels for name, loss, labels in pairs if labels}
+    pairs = zip(names, by_source[::2], by_source[1::2], strict=True)
+    return scores | {f"source.{name}.loss": own / labels for name, own, labels in pairs if labels}
 
 
 class Continuation(NamedTuple):
@@ -129,23 +121,26 @@ class Likelihood(NamedTuple):
     greedy: bool  # whether each of them is the likeliest
 
 
-def log_likelihoods(
-    model: Any,
-    rows: Sequence[Continuation],
-    ranks: Ranks,
-    passes: Passes = PLAIN,
-) -> list[Likelihood] | None:
-    """Log-likelihood of each ending after its context, of all rows on every rank; None if stopped.
+def log_likelihoods(passes: Passes, rows: Sequence[Continuation]) -> list[Likelihood]:
+    """Log-likelihood of each ending after its context, of all rows on every rank.
 
     One rank scores a row, and a row longer than the model's context loses its beginning. Rows in a
     pass have similar lengths. Padding is at their end, so that a causal model does not see it.
     `model(tokens)` returns logits [B, T, V].
     """
-    model, mesh, device = unwrap(model), ranks.mesh, ranks.device
+    model, ranks = passes.model, passes.ranks
+    mesh, device = ranks.mesh, ranks.device
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
     counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
     lengths = [len(text) - 1 for text in texts]  # the model does not read the last token
-    groups = plan_passes(lengths, model.vocab, device.type)
+    # The longest come first, within the limits on tokens (with padding) and on logits.
+    logits_limit = LOGITS_PER_PASS[device.type] // model.vocab
+    most = min(TOKENS_PER_PASS[device.type], max(LEAST_PER_PASS, logits_limit))
+    groups = list[list[int]]()
+    for i in sorted(range(len(texts)), key=lambda i: (-lengths[i], i)):
+        if not groups or (len(groups[-1]) + 1) * lengths[groups[-1][0]] > most:
+            groups.append([])
+        groups[-1].append(i)
     scored = list[int]()  # on this rank
     results = list[Tensor]()  # for each of them the sum, and whether greedy
     with evaluating(model), torch.no_grad():
@@ -164,8 +159,7 @@ def log_likelihoods(
                 part = slice(lengths[i] - counts[i], lengths[i])
                 results.append(score(logits[row, part], batch[row, 1:][part]))
             scored += own
-            if passes.stopped(ranks):
-                return None
+            passes.check()
             passes.show(min(first + mesh.data_world, len(groups)), len(groups))
     sums, greedy_rows = [0.0] * len(rows), [0.0] * len(rows)
     # the host waits for the device only here
@@ -184,32 +178,7 @@ def score(logits: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack([scores.double().sum(), greedy])
 
 
-def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[int]]:
-    """Texts in passes, longest first, within the limits on tokens (with padding) and on logits."""
-    most = min(TOKENS_PER_PASS[device], max(LEAST_PER_PASS, LOGITS_PER_PASS[device] // vocab))
-    passes = list[list[int]]()
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not passes or (len(passes[-1]) + 1) * lengths[passes[-1][0]] > most:
-            passes.append([])
-        passes[-1].append(i)
-    return passes
-
-
-def encode_request(
-    tokenizer: Tokenizer, start: list[int], context: str, ending: str
-) -> Continuation:
-    """A text cut after the tokens of its context; spaces at its end go to the ending."""
-    stripped = context.rstrip()
-    ending = context[len(stripped) :] + ending
-    if not stripped:
-        return Continuation(start, tokenizer.encode(ending).tolist())
-    before, both = tokenizer.prompt(stripped), tokenizer.prompt(stripped + ending)
-    rest = both[len(before) :] or tokenizer.encode(ending, before=stripped).tolist()
-    return Continuation(before, rest)
-
-
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A text with four endings, as EleutherAI's harness writes them."""
 
     context: str
@@ -227,24 +196,22 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
     items = []
     for record in itertools.islice(open_source(spec).items(), limit or None):
         try:
-            items.append(_item(record_of(record)))
+            row = record_of(record)
+            # the endings continue the second part, a new sentence
+            text = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if "ctx_a" in row else row["ctx"]
+            if row.get("activity_label"):
+                text = f"{row['activity_label']}: {text}"
+            context, *endings = map(_without_tags, (text, *row["endings"]))
+            label = int(row["label"])
+            if not all((context, *endings)) or not 0 <= label < len(endings):
+                raise ValueError
         except (ValueError, KeyError, TypeError):
             expected = "a HellaSwag item has ctx, endings, and as label the number of one"
             raise UserError(f"{record.place}: {expected}") from None
+        items.append(Item(context, tuple(endings), label))
     if not items:
         raise UserError(f"eval.hellaswag_file: {file} is empty")
     return items
-
-
-def _item(row: dict[str, Any]) -> Item:
-    # the endings continue the second part, a new sentence
-    text = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if "ctx_a" in row else row["ctx"]
-    if row.get("activity_label"):
-        text = f"{row['activity_label']}: {text}"
-    item = Item(_without_tags(text), tuple(map(_without_tags, row["endings"])), int(row["label"]))
-    if not item.context or not all(item.endings) or not 0 <= item.label < len(item.endings):
-        raise ValueError
-    return item
 
 
 def _without_tags(text: str) -> str:
@@ -254,27 +221,31 @@ def _without_tags(text: str) -> str:
 
 
 def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuation]:
-    pairs = [(item.context, f" {ending}") for item in items for ending in item.endings]
-    return [encode_request(tokenizer, [], *pair) for pair in pairs]
+    """Each item with each ending, cut after the tokens of the context, whose last spaces go to the
+    ending."""
+    rows = []
+    for item in items:
+        stripped = item.context.rstrip()
+        before = tokenizer.prompt(stripped)
+        for text in item.endings:
+            ending = f"{item.context[len(stripped) :]} {text}"
+            rest = tokenizer.prompt(stripped + ending)[len(before) :]
+            # an ending lacks tokens if its text merges with the context's last one
+            rest = rest or tokenizer.encode(ending, before=stripped).tolist()
+            rows.append(Continuation(before, rest))
+    return rows
 
 
 def evaluate_hellaswag(
-    model: Any,
-    items: Sequence[Item],
-    rows: Sequence[Continuation],
-    ranks: Ranks,
-    passes: Passes = PLAIN,
-) -> dict[str, float] | None:
-    """Accuracy over the items, and `items`; `rows` are their `continuations`. None if stopped.
+    passes: Passes, items: Sequence[Item], rows: Sequence[Continuation]
+) -> dict[str, float]:
+    """Accuracy over the items, and `items`; `rows` are their `continuations`.
 
     The model's answer is the ending with the largest log-likelihood: in sum (`acc`), per byte
     (`acc_norm`), or per token (`acc_per_token`, as llm.c).
     """
-    scores = log_likelihoods(model, rows, ranks, passes)
-    if scores is None:
-        return None
-    right = {"acc": 0, "acc_norm": 0, "acc_per_token": 0}
-    rest = iter(scores)
+    rest = iter(log_likelihoods(passes, rows))
+    right = Counter[str]()
     for item in items:
         endings = list(itertools.islice(rest, len(item.endings)))
         pairs = list(zip(endings, item.endings, strict=True))

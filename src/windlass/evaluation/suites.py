@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from windlass.data.batch import Samples, Subset
-from windlass.data.chat import Template, stop_tokens
+from windlass.data.chat import Template
 from windlass.data.items import Question
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluation.harness import run_harness
@@ -28,9 +28,9 @@ from windlass.evaluation.likelihood import (
     read_items,
 )
 from windlass.evaluation.passes import Passes
-from windlass.evaluation.questions import eval_questions
-from windlass.evaluation.squad import evaluate_squad
+from windlass.evaluation.squad import eval_questions, evaluate_squad
 from windlass.fileio import write_atomic
+from windlass.model.sharding import unwrap
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import autocast, varying_shapes
 from windlass.parallel.ranks import Ranks
@@ -50,11 +50,11 @@ class Suites:
     ranks: Ranks
     val: Samples | None = None  # the validation set of the suite `loss`
     batch: int = 1  # its sequences in one forward pass of one rank
-    own: Mapping[str, Callable[[Any], SuiteScores]] = field(
-        default_factory=dict
-    )  # the user's suites
+    # the user's suites
+    own: Mapping[str, Callable[[Any], SuiteScores]] = field(default_factory=dict)
     train: Samples | None = None  # the training set, for `eval.train_batches`
     template: Template | None = None  # its ends of turns end a generated text
+    predictions: dict[str, str] = field(default_factory=dict)  # SQuAD's: question id → answer
 
     @property
     def names(self) -> list[str]:
@@ -68,25 +68,31 @@ class Suites:
         whole: bool = False,
         progress: Callable[[int, int], object] | None = None,
         average: Average | None = None,
-    ) -> tuple[SuiteScores, dict[str, str] | None] | None:
-        """Scores of a suite with their time, and SQuAD's predictions; None if `poll` asks to stop.
+    ) -> SuiteScores:
+        """Scores of a suite with their time. Raises Interrupted if `poll` asks to stop.
 
         `whole`: also measure the loss of all validation data, not only of `eval.batches`.
         `average`: also measure the validation loss of these weights of the model.
         """
-        ranks, tokenizer = self.ranks, self.tokenizer
-        passes = Passes(partial(autocast, self.recipe, ranks.device), poll, progress)
+        passes = Passes(
+            unwrap(model),
+            self.ranks,
+            self.tokenizer,
+            self.template,
+            partial(autocast, self.recipe, self.ranks.device),
+            poll,
+            progress,
+        )
         items: Sequence[Any] = ()
         if suite == SQUAD_SUITE:
             items = self._questions
         elif suite == HELLASWAG_SUITE:
             items, endings = self._endings
-        scores: SuiteScores | None
-        predictions = None
+        scores: SuiteScores
         started = time.perf_counter()  # without reading the items
         # Passes of other shapes must not recompile the training.
         fixed = suite == LOSS_SUITE and not self.recipe.data.ragged_
-        devices = [ranks.device] if ranks.device.type == "cuda" else []
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
         seeded = torch.random.fork_rng(devices=devices)
         with seeded, nullcontext() if fixed else varying_shapes():
             # A module may draw random numbers in evaluation mode, too.
@@ -94,65 +100,48 @@ class Suites:
             if suite in self.own:
                 scores = self.own[suite](model)
             elif suite == LOSS_SUITE:
-                scores = self._loss(model, whole, average, passes)
+                scores = self._loss(passes, whole, average)
             elif suite == HELLASWAG_SUITE:
-                scores = evaluate_hellaswag(model, items, endings, ranks, passes)
+                scores = evaluate_hellaswag(passes, items, endings)
             elif suite == SQUAD_SUITE:
-                scored = evaluate_squad(model, tokenizer, items, ranks, self._stop, passes)
-                scores, predictions = scored or (None, None)
+                scores, self.predictions = evaluate_squad(passes, items)
             else:
-                tasks, settings = suite.removeprefix(HARNESS), self.recipe.eval
-                passes = replace(passes, progress=None)  # the harness has several parts
-                scores = run_harness(
-                    tasks, model, tokenizer, ranks, self._stop, settings, self.template, passes
-                )
-        if scores is None:
-            return None
+                passes.progress = None  # the harness has several parts
+                scores = run_harness(passes, suite.removeprefix(HARNESS), self.recipe.eval)
         runtime_s = time.perf_counter() - started
         scores = scores | {"runtime_s": runtime_s}
         if items:
-            scores |= {"samples_per_s": len(items) / runtime_s, "items_hash": items_hash(items)}
+            digest = hashlib.sha256(repr(items).encode()).hexdigest()[:8]  # equal for equal items
+            scores |= {"samples_per_s": len(items) / runtime_s, "items_hash": digest}
         elif suite == LOSS_SUITE:
             samples: Any = scores.get("full_samples", scores["samples"])
             measured = 2 * samples if average is not None else samples
             scores["samples_per_s"] = (measured + scores.get("train_samples", 0)) / runtime_s
-        return scores, predictions
+        return scores
 
-    def _loss(
-        self, model: Any, whole: bool, average: Average | None, passes: Passes
-    ) -> SuiteScores | None:
+    def _loss(self, passes: Passes, whole: bool, average: Average | None) -> SuiteScores:
         assert self.val is not None
         size = self.recipe.train.global_batch
         limit = self.recipe.eval.batches * size
-        measure = partial(evaluate_loss, model, ranks=self.ranks, batch=self.batch, passes=passes)
-        scores: SuiteScores | None = measure(
+        measure = partial(evaluate_loss, passes, batch=self.batch)
+        scores: SuiteScores = measure(
             self.val, limit=limit, whole=whole, token_bytes=self._token_bytes
         )
-        if scores is None:
-            return None
         if average is not None:
             with average.in_model():
                 averaged = measure(self.val, limit=limit, whole=whole)
-            if averaged is None:
-                return None
             scores["average_loss"] = averaged["loss"]
             if "full_loss" in averaged:
                 scores["full_average_loss"] = averaged["full_loss"]
         if self.train is not None and self.recipe.eval.train_batches:
             count = self.recipe.eval.train_batches * size
             trained = measure(Subset(self.train, count, self.recipe.run.seed))
-            if trained is None:
-                return None
             scores |= {f"train_{key}": trained[key] for key in ("loss", "tokens", "samples")}
         return scores
 
     @cached_property
     def _token_bytes(self) -> Any:  # another tokenizer may lack it
         return getattr(self.tokenizer, "byte_lengths", lambda: None)()
-
-    @cached_property
-    def _stop(self) -> frozenset[int]:
-        return stop_tokens(self.tokenizer, self.template)
 
     @cached_property
     def _questions(self) -> list[Question]:
@@ -163,11 +152,6 @@ class Suites:
         settings = self.recipe.eval
         items = read_items(settings.hellaswag_file, settings.hellaswag_items)
         return items, continuations(items, self.tokenizer)
-
-
-def items_hash(items: Sequence[Any]) -> str:
-    """Eight hexadecimal digits, equal for the same items."""
-    return hashlib.sha256(repr(items).encode()).hexdigest()[:8]
 
 
 def step_name(step: int | None, weights: str = "raw") -> str:

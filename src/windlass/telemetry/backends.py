@@ -106,10 +106,6 @@ class MLflow:
             project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
         default = f"sqlite:///{os.path.relpath(path.parent / 'mlflow.db')}"
         uri = os.environ.get("MLFLOW_TRACKING_URI") or default
-        self.hint = shown = scrub(uri).rstrip("/")
-        if not uri.startswith("http"):
-            ui = f"mlflow ui --backend-store-uri {shlex.quote(shown)}"
-            self.hint = f"{ui}  (http://127.0.0.1:5000)"
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
         if earlier := client.get_experiment_by_name(project):
@@ -127,14 +123,17 @@ class MLflow:
                 tags["group"] = settings["study"]
             runs = [client.create_run(experiment, start_time=round(started * 1e3), tags=tags)]
         self._id, data = runs[0].info.run_id, runs[0].data
+        shown = scrub(uri).rstrip("/")
+        if uri.startswith("http"):
+            self.hint = f"{shown}/#/experiments/{experiment}/runs/{self._id}"
+        else:
+            self.hint = f"mlflow ui --backend-store-uri {shlex.quote(shown)}"
         # Existing parameters cannot be changed and need not be.
-        new = {k: str(v)[:MAX_PARAM_LENGTH] for k, v in settings.items() if k not in data.params}
-        params = [Param(key, value) for key, value in new.items()]
+        new = [(k, str(v)) for k, v in settings.items() if k not in data.params]
+        params = [Param(key, value[:MAX_PARAM_LENGTH]) for key, value in new]
         for first in range(0, len(params), MAX_PARAMS):
             client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
         self.marks: dict[str, int] = json.loads(data.tags.get("windlass.marks", "{}"))
-        if uri.startswith("http"):
-            self.hint += f"/#/experiments/{experiment}/runs/{self._id}"
 
     def write(self, points: Sequence[Point]) -> None:
         # Metrics come before the marks. After a kill between the two, the store gets equal rows
@@ -161,6 +160,7 @@ class MLflow:
 
 
 # W&B gets nothing of the machine, the code or the console. Its retries end.
+WANDB_CHARTS = ("train/*", "throughput/*", "time/*", "eval/*", "log/*", "run/*", "device/*")
 WANDB_SETTINGS: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -175,7 +175,6 @@ WANDB_SETTINGS: dict[str, Any] = {
     "x_graphql_retry_max": 3,
     "x_graphql_timeout_seconds": 10.0,
 }
-WANDB_CHARTS = ("train/*", "throughput/*", "time/*", "eval/*", "log/*", "run/*", "device/*")
 
 
 class WandB:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from windlass.run import Line
 from windlass.telemetry import terminal
 from windlass.telemetry.ledger import now
-from windlass.telemetry.measures import EVAL, LOSS, TRAIN, of_source, show
+from windlass.telemetry.measures import EVAL, LOSS, TRAIN, Shown, of_source, show
 
 LEGEND = (
     "dt, dtf, dtb: ms of a step, its forward and its backward pass; sps: samples/s; "
@@ -66,14 +66,14 @@ class Console:
         legend = f"{'legend':<{width}}{LEGEND}"
         if self._terminal is None:
             self._print(legend)
-        else:
-            self._write_log(legend)  # the live line lacks these numbers
-            from rich.live import Live
+            return
+        self.log([legend])  # the live line lacks these numbers
+        from rich.live import Live
 
-            options: dict[str, Any] = {"auto_refresh": False, "transient": True}
-            self._live = Live(get_renderable=self._line, console=self._terminal, **options)
-            with self._while_terminal_is_there():
-                self._live.start(refresh=True)
+        options: dict[str, Any] = {"auto_refresh": False, "transient": True}
+        self._live = Live(get_renderable=self._line, console=self._terminal, **options)
+        with self._while_terminal_is_there():
+            self._live.start(refresh=True)
 
     def begin(self, doing: str) -> None:
         """Begin a phase of the start; if it lasts, a line names it."""
@@ -87,8 +87,11 @@ class Console:
             self._timer.cancel()
 
     def log(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self._write_log(line)
+        """Write lines to the file only."""
+        if self._log is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._log.writelines(f"{now()} {line}\n" for line in lines)
+                self._log.flush()
 
     def tick(self, step: int) -> None:
         """Move the live line, at most four times a second; cheap enough for every step."""
@@ -116,13 +119,14 @@ class Console:
         if "tokens_per_s" in line:
             values["mtps"] = line["tokens_per_s"] / 1e6
         shown = [m for m in TRAIN.values() if m.console and m.name in values]
-        texts = {m.name: m.on_console(float(values[m.name])) for m in shown}
-        live = self._live is not None
-        self._numbers = [texts[m.name] for m in shown if not (live and m.log_only)]
+        texts = [m.console.format(Shown(values[m.name])) for m in shown]
+        self._numbers = [text for m, text in zip(shown, texts, strict=True) if not m.log_only]
+        whole = " | ".join([f"step {self._step}/{self.steps}", *texts])
         self._draw()
-        self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts.values()]))
-        if not live:
-            self._show(self._fitting(terminal.size(self._stream).columns))
+        if self._live is None:
+            self._print(whole)
+        else:
+            self.log([whole])
 
     def eval(self, line: Line) -> None:
         self._doing = ""
@@ -153,9 +157,8 @@ class Console:
 
     def warning(self, text: str, own: bool = False) -> None:
         """Show a warning; with `own` on any rank, because rank 0 does not have it."""
-        if self.rank == 0:
-            self._print(f"warning: {text}", style="yellow")
-        elif own:
+        self._print(f"warning: {text}", style="yellow")
+        if own and self.rank:
             with self._while_terminal_is_there():
                 print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
 
@@ -170,19 +173,10 @@ class Console:
 
     def _print(self, text: str, style: str = "", indent: str = "    ") -> None:
         """Show a line and log it; a terminal wraps it, with `indent` before the further lines."""
-        text = terminal.printable(text)
-        self._write_log(text)
-        self._show(text, style, indent)
-
-    def _write_log(self, text: str) -> None:
-        if self._log is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._log.write(f"{now()} {text}\n")
-                self._log.flush()
-
-    def _show(self, text: str, style: str = "", indent: str = "    ") -> None:
         if self.rank:
             return
+        text = terminal.printable(text)
+        self.log([text])
         with self._while_terminal_is_there():
             if self._terminal is None:
                 print(text, file=self._stream, flush=True)
@@ -190,21 +184,16 @@ class Console:
             text = terminal.wrap(text, self._terminal.width, indent)
             self._terminal.print(text, style=style, soft_wrap=True)
 
-    def _fitting(self, width: int) -> str:
-        text = f"step {self._step}/{self.steps}"
-        for part in (self._doing, *self._numbers):
-            if len(text) + 3 + len(part) > width:
-                break
-            text += f" | {part}" if part else ""
-        return text
-
     def _line(self) -> Any:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        width = self._terminal.width
-        # the next drawing erases an echoed ^C, which must not wrap to another line
-        text = self._fitting(width - 2)
+        text, width = f"step {self._step}/{self.steps}", self._terminal.width
+        for part in (self._doing, *self._numbers):
+            # the next drawing erases an echoed ^C, which must not wrap to another line
+            if len(text) + 3 + len(part) > width - 2:
+                break
+            text += f" | {part}" if part else ""
         room = min(BAR, width - len(text) - 3)
         if room < BAR // 2:
             return text

@@ -10,7 +10,7 @@ import statistics
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from windlass.processes import nvml_handle
 from windlass.run import Run, read_lines
@@ -23,64 +23,62 @@ AVERAGED = ("mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "rss_mb", "util_pc
 LAST_SAMPLES = 20_000  # of each rank, for the summary; ten days on 64 GPUs have 8 GB of samples
 
 
-class HostProbe:
-    """This process: resident memory, and CPU time since the last call in % of torch's threads."""
+def host_probe() -> Callable[[], dict[str, float]]:
+    """A function that reads the resident memory of this process, and its CPU time since the last
+    call in % of torch's threads."""
+    import psutil
+    import torch
 
-    def __init__(self) -> None:
-        import psutil
-        import torch
+    process, threads = psutil.Process(), torch.get_num_threads()
+    process.cpu_percent()  # the first call measures from here
 
-        self._threads, self._process = torch.get_num_threads(), psutil.Process()
-        self._process.cpu_percent()  # the next call measures from here
+    def read() -> dict[str, float]:
+        rss_mb = round(process.memory_info().rss / MB, 2)
+        return {"rss_mb": rss_mb, "util_pct": round(process.cpu_percent() / threads, 2)}
 
-    def read(self) -> dict[str, float]:
-        util_pct = round(self._process.cpu_percent() / self._threads, 2)
-        return {"rss_mb": round(self._process.memory_info().rss / MB, 2), "util_pct": util_pct}
+    return read
 
 
-class CudaProbe:
-    """A GPU: NVML measures the device, if it is installed, and torch the allocator's memory."""
+def cuda_probe(index: int) -> Callable[[], dict[str, float]]:
+    """A function that reads a GPU: NVML measures the device, if it is installed, and torch the
+    allocator's memory."""
+    import torch
 
-    def __init__(self, index: int):
-        import torch
+    torch.cuda.reset_peak_memory_stats(index)  # of an earlier run in this process
+    queries: dict[str, Callable[[], float]] = {}
+    with contextlib.suppress(Exception):  # no driver, no library: a machine without NVML
+        import pynvml as nvml
 
-        self.index = index
-        torch.cuda.reset_peak_memory_stats(index)  # of an earlier run in this process
-        uuid = str(torch.cuda.get_device_properties(index).uuid)
-        self._queries: dict[str, Callable[[], float]] = {}
-        with contextlib.suppress(Exception):  # no driver, no library: a machine without NVML
-            import pynvml as nvml
+        nvml.nvmlInit()
+        handle = nvml_handle(nvml, str(torch.cuda.get_device_properties(index).uuid))
+        queries = {
+            "util_pct": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "mem_used_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / MB,
+            "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        }
 
-            nvml.nvmlInit()
-            handle = nvml_handle(nvml, uuid)
-            self._queries = {
-                "util_pct": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-                "mem_used_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / MB,
-                "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-            }
-
-    def read(self) -> dict[str, float]:
-        # `memory_stats` would flatten 80 counters, which takes longer
-        from torch.cuda.memory import memory_stats_as_nested_dict
-
+    def read() -> dict[str, float]:
         sample = {}
-        for field, query in self._queries.items():
+        for field, query in queries.items():
             with contextlib.suppress(Exception):  # the device has none, or the driver is busy
                 sample[field] = round(float(query()), 1)
-        if stats := memory_stats_as_nested_dict(self.index):
+        # `memory_stats` would flatten 80 counters, which takes longer
+        if stats := torch.cuda.memory.memory_stats_as_nested_dict(index):
             allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
             sample["mem_alloc_mb"] = round(allocated["current"] / MB, 1)
             sample["mem_reserved_mb"] = round(reserved["current"] / MB, 1)
             sample["peak_alloc_mb"] = round(allocated["peak"] / MB, 1)
         return sample
 
+    return read
+
 
 class DeviceSampler:
     """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`, from now
     to `stop`, every SECONDS.
 
-    `phases` gives the process's seconds by phase; `probe` replaces the device's own. An error ends
-    the sampling, never the run, and stands in `warning`.
+    `phases` gives the process's seconds by phase. An error ends the sampling, never the run, and
+    stands in `warning`.
     """
 
     def __init__(
@@ -91,13 +89,11 @@ class DeviceSampler:
         device: Any = "cpu",
         attempt: int = 0,
         phases: Callable[[], dict[str, float]] = dict,
-        probe: Any = None,
     ):
         self.path = directory / f"rank-{rank:05d}.jsonl"
         self.rank, self.device, self.attempt = rank, str(device), attempt
         self.warning: str | None = None
-        self._probe, self._phases = probe, phases
-        self._stop = threading.Event()
+        self._phases, self._stop = phases, threading.Event()
         self._thread = threading.Thread(target=self._run, name="windlass-devices", daemon=True)
         self._thread.start()
 
@@ -111,25 +107,22 @@ class DeviceSampler:
             # A line is one write, so a kill tears the last one at most.
             with open(self.path, "ab", buffering=0) as file:
                 file.write(b"\n" if file.tell() else b"")  # ends a torn line
-                self._sample(file)
+                kind, _, index = self.device.partition(":")
+                probe = cuda_probe(int(index or 0)) if kind == "cuda" else host_probe()
+                before, stopped = self._phases(), False
+                while not stopped:
+                    stopped = self._stop.wait(SECONDS)
+                    phases = self._phases()
+                    spent = {name: phases[name] - before.get(name, 0.0) for name in phases}
+                    # waiting for data belongs to training
+                    spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
+                    phase = max(spent, key=lambda name: spent[name])
+                    line = {"time": now(), "rank": self.rank, "attempt": self.attempt}
+                    file.write(encode(line | {"phase": phase} | probe()).encode() + b"\n")
+                    before = phases
         except Exception as error:  # of a driver or a disk
             problem = f"the sampling of utilisation and memory ended ({error})"
             self.warning = f"rank {self.rank}: {problem}"
-
-    def _sample(self, file: BinaryIO) -> None:
-        kind, _, index = self.device.partition(":")
-        probe = self._probe or (CudaProbe(int(index or 0)) if kind == "cuda" else HostProbe())
-        before, stopped = self._phases(), False
-        while not stopped:
-            stopped = self._stop.wait(SECONDS)
-            phases = self._phases()
-            spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
-            # waiting for data belongs to training
-            spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
-            phase = max(spent, key=lambda name: spent[name])
-            sample = {"time": now(), "rank": self.rank, "attempt": self.attempt, "phase": phase}
-            file.write(encode(sample | probe.read()).encode() + b"\n")
-            before = phases
 
 
 def summarise_devices(run: Run) -> dict[str, float]:
@@ -139,11 +132,8 @@ def summarise_devices(run: Run) -> dict[str, float]:
     on the fullest rank, of the allocator or of the resident memory. Starts on other numbers of
     ranks do not count.
     """
-    worlds: dict[int, int | None] = {}
-    world = None
-    for line in read_lines(run.metrics_path):
-        world = line.get("world", world)
-        worlds[line.get("attempt", 0)] = world
+    worlds = {x.get("attempt", 0): x["world"] for x in read_lines(run.metrics_path) if "world" in x}
+    world = next(reversed(worlds.values()), None)
     samples = []
     for path in sorted(run.devices_dir.glob("rank-*.jsonl")):
         for text in path.read_bytes().splitlines()[-LAST_SAMPLES:]:

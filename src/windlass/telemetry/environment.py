@@ -136,9 +136,6 @@ def describe_launch(
         numbers = f"rank {first}" if count == 1 else f"ranks {first}-{last}"
         lines.append(f"{host}: {numbers}, {count} x {here[0]['name']}")
     facts["hosts"] = "\n".join(lines)
-    titles = {"cuda": "CUDA", "nccl": "NCCL"}
-    shown = (f"{titles.get(name, name)} {version}" for name, version in launch["versions"].items())
-    facts["with"] = ", ".join(shown)
     return facts
 
 
@@ -173,17 +170,13 @@ def machine() -> dict[str, Any]:
 def commit(directory: Path) -> dict[str, Any] | None:
     """The git commit that holds `directory`, and whether its tracked files were changed; None
     outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
-        return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=5
-        ).strip()
-
+    git = ["git", "--no-optional-locks", "-C", str(directory)]
+    options: dict[str, Any] = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
     try:
         # fails if the checkout around an installed package is another project's
-        git("ls-files", "--error-unmatch", ".")
-        changed = bool(git("status", "--porcelain", "-uno"))
-        return {"hash": git("rev-parse", "HEAD"), "changed": changed}
+        subprocess.check_output([*git, "ls-files", "--error-unmatch", "."], **options)
+        describe = [*git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+        described = subprocess.check_output(describe, **options).strip()
     except (OSError, subprocess.SubprocessError):
         return None
+    return {"hash": described.removesuffix("-dirty"), "changed": described.endswith("-dirty")}

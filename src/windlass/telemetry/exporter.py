@@ -15,16 +15,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 from windlass.errors import first_line
 from windlass.fileio import acquire_lock
 from windlass.recipe import flatten
-from windlass.recipe.strategies import Sizes
 from windlass.run import PLACE, STARTS, Line, Run, decode, effective, last_start, timestamp
 from windlass.telemetry.backends import BACKENDS, Point
 from windlass.telemetry.measures import DEVICE, LOSS, TRAIN, of_eval, of_source
@@ -34,7 +33,7 @@ POLL_SECONDS = 1.0  # between two looks at the ledger
 RETRY_SECONDS = 10.0  # after an error
 WATCH_SECONDS = 5.0  # between two checks that the training lives; a closed pipe ends it at once
 # fields of the event of starting that trackers get as hyper-parameters, beside the recipe's
-STARTED = ("parameters", "trained", "steps", "precision", "device")
+STARTED = ("world", "strategy", "parameters", "trained", "steps", "precision", "device")
 RANKS = 8  # the first ranks, which have curves in the trackers; reports have all
 
 
@@ -45,39 +44,30 @@ def main(run: str, name: str, flush_seconds: str) -> int:
     os.nice(10)  # without a free core, a tracker's imports would halve the training's speed
     pipe = os.dup(1)
     os.dup2(2, 1)  # the log gets the output of the libraries
-    reported = set[bool]()
-
-    def report(text: str, warning: bool) -> None:
-        """Send the first text of each kind, short enough for one write to a pipe."""
-        if warning not in reported:
-            reported.add(warning)
-            with contextlib.suppress(OSError):  # the training is gone
-                os.write(pipe, json.dumps([text[:500], warning]).encode() + b"\n")
-
     ending = threading.Event()
     watched = (ending, float(flush_seconds))
     threading.Thread(target=watch_parent, args=watched, daemon=True).start()
     with contextlib.suppress(OSError):  # a full disk
         # Held to the end, because another exporter may still send the rest of a killed run.
         _lock = acquire_lock(Path(run) / "trackers" / f"{name}.lock")
-    follower = Follower(Run(run), BACKENDS[name])
+    follower, told = Follower(Run(run), BACKENDS[name]), set[bool]()
     while True:
-        last = ending.is_set()  # before reading, so that the last lines are read
+        last, failed = ending.is_set(), False  # before reading, so that the last lines are read
         try:
             follower.flush(last)
-            if follower.backend:
-                report(follower.backend.hint, False)
-            if last:
-                return 0
-            ending.wait(POLL_SECONDS)
+            text = follower.backend.hint if follower.backend else ""
         except Exception as error:  # whatever a tracker's library raises
-            follower.backend = None
-            report(scrub(first_line(error)), True)
-            text = f"{time.ctime()}: {type(error).__name__}: {scrub(str(error))}"
-            print(text, file=sys.stderr, flush=True)
-            if last:
-                return 1
-            ending.wait(RETRY_SECONDS)
+            follower.backend, failed = None, True
+            text = scrub(first_line(error))
+            problem = f"{time.ctime()}: {type(error).__name__}: {scrub(str(error))}"
+            print(problem, file=sys.stderr, flush=True)
+        if text and failed not in told:
+            told.add(failed)
+            with contextlib.suppress(OSError):  # the training is gone
+                os.write(pipe, json.dumps([text[:500], failed]).encode() + b"\n")
+        if last:
+            return int(failed)
+        ending.wait(RETRY_SECONDS if failed else POLL_SECONDS)
 
 
 def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
@@ -98,67 +88,88 @@ def watch_parent(ending: threading.Event, flush_seconds: float) -> None:
 
 class Follower:
     """Sends the new lines of a run's ledger to a backend, each step once. `connect` makes the
-    backend, also after a failure."""
+    backend, also after a failure, which removes it."""
 
     def __init__(self, run: Run, connect: Callable[..., Any]):
         self.run, self.connect = run, connect
         self.backend: Any = None
-        self._devices = DeviceReader(run)
-        self._raw: list[Line] = []
-        self._offset = 0  # bytes read of the ledger
-        self._sent = 0  # lines of `_raw` that the backend has seen
-        self._attempt = 0  # of the last of them
+        self._offsets: dict[Path, int] = {}  # bytes read of the ledger, and of the devices' files
+        self._newest: Line = {}
 
     def flush(self, last: bool = False) -> None:
         """Send the new lines, and with `last` the run's state."""
-        with contextlib.suppress(FileNotFoundError), open(self.run.metrics_path, "rb") as file:
-            file.seek(self._offset)
-            self._raw += map(decode, new_lines(file))
-            self._offset = file.tell()
-        # A warning may come before the start.
-        begun = any(x["kind"] == "event" and x.get("event") in STARTS for x in self._raw)
-        if not self._raw or not (begun or self.backend or last):
-            return
-        newest = self._raw[-1]
-        if self.backend and newest["attempt"] > self._attempt:
+        lines = self._read_ledger() if self.backend else []
+        if lines and lines[-1]["attempt"] > self._newest["attempt"]:
             # The run went back to a checkpoint: the backend starts over from the effective ledger.
-            self.backend.close("running", timestamp(newest))
+            self.backend.close("running", timestamp(lines[-1]))
             self.backend = None
-        if self.backend:
-            lines = self._raw[self._sent :]
-        else:
-            lines = effective(self._raw)
-            self._devices.close()
-            self._devices = DeviceReader(self.run)
+        if not self.backend:
+            self._offsets = {}
+            lines = self._read_ledger()
+            # A warning may come before the start.
+            begun = any(x["kind"] == "event" and x.get("event") in STARTS for x in lines)
+            if not lines or not (begun or last):
+                return
             # In every tracker the run's id is a hash of its ledger's first line, which stays.
-            first = self._raw[0]
+            first = lines[0]
             run_id = hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:12]
+            self._newest, lines = lines[-1], effective(lines)
             self.backend = self.connect(self.run, run_id, self._settings(lines), timestamp(first))
-        self._sent, self._attempt = len(self._raw), newest["attempt"]
+        elif lines:
+            self._newest = lines[-1]
         points = list[Point]()
         for line in lines:
-            devices = self._devices.read(line) if line["kind"] == "train" else {}
+            devices = self._device_means(line) if line["kind"] == "train" else {}
             if line["kind"] != "event" and line["step"] > self.backend.marks.get(stream(line), -1):
                 points.append(point(line, devices))
         if points:
             self.backend.write(points)
         if last:
-            self.backend.close(self.run.state, timestamp(newest))
+            self.backend.close(self.run.state, timestamp(self._newest))
+
+    def _read_ledger(self) -> list[Line]:
+        return [decode(line) for line in new_lines(self.run.metrics_path, self._offsets)]
 
     def _settings(self, lines: list[Line]) -> dict[str, Any]:
         """The hyper-parameters: the recipe, and what the start resolved."""
-        recipe, start = self.run.recipe, last_start(lines)
-        world = start.get("world", 1)
-        settings = scrub(recipe.flat())
+        settings, start = scrub(self.run.recipe.flat()), last_start(lines)
         study = self.run.path.resolve().parent.parent
         if (study / "study.json").is_file():
             settings["study"] = study.name
-        settings["world"] = world
-        settings["strategy"] = recipe.strategy(world).name
-        settings["config_hash"] = recipe.config_hash
-        if layout := Sizes(**start.get("mesh", {})).layout:
-            settings["layout"] = layout
+        settings["config_hash"] = self.run.recipe.config_hash
         return settings | {name: start[name] for name in STARTED if start.get(name) is not None}
+
+    def _device_means(self, line: Line) -> dict[str, float]:
+        """Means of the ranks' device samples between the `train` line before and this one; the
+        utilisation of training steps only."""
+        means = dict[str, float]()
+        for rank in range(RANKS):
+            path = self.run.devices_dir / f"rank-{rank:05d}.jsonl"
+            read = new_lines(path, self._offsets, until=line["time"])
+            new = [x for x in read if x.get("attempt") == line.get("attempt")]
+            steps = [x for x in new if x.get("phase") == "train"]
+            for measure in DEVICE.values():
+                samples = steps if measure.name == "util_pct" else new
+                values = [x[measure.name] for x in samples if measure.name in x]
+                if measure.tracker and values:
+                    means[f"{measure.tracker}/rank{rank}/{measure.name}"] = fmean(values)
+        return means
+
+
+def new_lines(path: Path, offsets: dict[Path, int], until: str = "") -> list[Line]:
+    """The whole lines of a JSON-lines file after `offsets[path]`, which moves on, up to a time
+    (UTC, as text); without torn ones."""
+    lines = list[Line]()
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # it may come late
+        file.seek(offsets.get(path, 0))
+        while (text := file.readline()).endswith(b"\n"):
+            with contextlib.suppress(ValueError):  # torn by a kill
+                line = json.loads(text)
+                if until and line.get("time", "") > until:
+                    break
+                lines.append(line)
+            offsets[path] = file.tell()
+    return lines
 
 
 def stream(line: Line) -> str:
@@ -197,47 +208,6 @@ def name_of(field: str, line: Line) -> str:
             suite = line.get("suite", LOSS)
             return f"eval/{path}" if suite == LOSS else f"eval/{suite}/{path}"
     return ""
-
-
-class DeviceReader:
-    """The means of the ranks' device samples between one `train` line and the next."""
-
-    def __init__(self, run: Run):
-        self._paths = [run.devices_dir / f"rank-{rank:05d}.jsonl" for rank in range(RANKS)]
-        self._files: dict[Path, BinaryIO] = {}
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def read(self, line: Line) -> dict[str, float]:
-        """Means by name for a `train` line; the utilisation of training steps only."""
-        means = dict[str, float]()
-        for rank, path in enumerate(self._paths):
-            if path not in self._files:
-                if not path.exists():  # the files of ranks on other hosts may come late
-                    continue
-                self._files[path] = path.open("rb")
-            read = new_lines(self._files[path], until=line["time"])
-            new = [x for x in read if x.get("attempt") == line.get("attempt")]
-            steps = [x for x in new if x.get("phase") == "train"]
-            for measure in DEVICE.values():
-                samples = steps if measure.name == "util_pct" else new
-                values = [x[measure.name] for x in samples if measure.name in x]
-                if measure.tracker and values:
-                    means[f"{measure.tracker}/rank{rank}/{measure.name}"] = fmean(values)
-        return means
-
-
-def new_lines(file: BinaryIO, until: str = "") -> Iterator[Line]:
-    """The whole new lines of a JSON-lines file, without torn ones, up to a time (UTC, as text)."""
-    while (text := file.readline()).endswith(b"\n"):
-        with contextlib.suppress(ValueError):  # torn by a kill
-            line = json.loads(text)
-            if until and line.get("time", "") > until:
-                break
-            yield line
-    file.seek(-len(text), os.SEEK_CUR)  # the next call reads a later line, or one half written
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ class Ledger:
     def __init__(
         self, path: Path, attempt: int = 0, enabled: bool = True, stamp: Callable[[], Line] = dict
     ):
-        self.path, self.attempt, self.enabled, self.stamp = path, attempt, enabled, stamp
+        self.path, self.attempt, self.stamp = path, attempt, stamp
         self.warning: str | None = None
-        self._file = -1
+        self._file = -1  # open on rank 0 only
         self._unwritten = b""
         if enabled:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,20 +49,20 @@ class Ledger:
         if kind in STAMPED:
             line |= self.stamp()
         line |= {key: value for key, value in fields.items() if value is not None}
-        if self.enabled:
+        if self._file >= 0:
             self._unwritten += encode(line).encode("utf-8", "replace") + b"\n"
             self._flush()
         return line
 
     def sync(self) -> None:
         """Make all lines so far survive a crash of the machine; for the commit of a checkpoint."""
-        if self.enabled and self._flush():
+        if self._file >= 0 and self._flush():
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
 
     def check(self) -> None:
         """Raise RunFailed if the file is gone, because a save would make the directory anew."""
-        if self.enabled and not self.path.exists():
+        if self._file >= 0 and not self.path.exists():
             raise RunFailed(
                 f"{self.path.parent} was deleted or moved while the run trained in it: "
                 "move it back and train again, or begin a new run"
@@ -73,18 +73,16 @@ class Ledger:
             self.sync()
             os.close(self._file)
             self._file = -1
-            self.enabled = False
 
     def _flush(self) -> bool:
         """Write what is unwritten; whether it worked."""
-        while self._unwritten:
-            try:
+        try:
+            while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-            except OSError as error:
-                problem = f"{self.path} cannot be written ({error.strerror}); tried again later"
-                self.warning = self.warning or problem
-                return False
-        return True
+        except OSError as error:
+            problem = f"{self.path} cannot be written ({error.strerror}); tried again later"
+            self.warning = self.warning or problem
+        return not self._unwritten
 
 
 def now() -> str:

@@ -51,9 +51,6 @@ class Measure:
     def text(self) -> str:
         return self.words or self.name.replace("_", " ")
 
-    def on_console(self, value: float) -> str:
-        return self.console.format(Shown(value))
-
 
 class Shown(float):
     """A number whose format, as in `{:share}`, may be a kind of `show`."""

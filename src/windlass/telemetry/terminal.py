@@ -79,8 +79,8 @@ def wrap(text: str, width: int, indent: str = "    ") -> str:
     A wider word, such as a path, stays whole for copying.
     """
     whole: Any = {"break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.TextWrapper(width, subsequent_indent=indent, **whole)
-    return "\n".join(map(lines.fill, text.split("\n")))
+    lines = [textwrap.fill(x, width, subsequent_indent=indent, **whole) for x in text.split("\n")]
+    return "\n".join(lines)
 
 
 def message(text: str, stream: IO[str]) -> str:
@@ -142,12 +142,13 @@ def table(
 
     longest = {i: max((cell_len(str(row[i])) for row in rows), default=0) for i in range(len(head))}
     columns = [i for i in longest if longest[i]]
-    wraps = {i: head[i] in text and longest[i] > NARROWEST for i in columns}
     natural = sum(2 + max(longest[i], len(head[i])) for i in columns) - 2
-    least = dict.fromkeys(columns, NARROWEST)
-    headings = {i: head[i] for i in columns}
+    least, headings = dict[int, int](), dict(enumerate(head))
+    wraps = {i for i in columns if head[i] in text and longest[i] > NARROWEST}
     for i in columns:
-        if not wraps[i]:
+        if i in wraps:
+            least[i] = NARROWEST
+        else:
             least[i] = max([longest[i], *map(len, head[i].split())])
             headings[i] = head[i] if natural <= width else textwrap.fill(head[i], least[i])
     gap = 2 if sum(least.values()) + 2 * len(columns) - 2 <= width else 1
@@ -161,7 +162,7 @@ def table(
         part = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
         for i in block:
             justify: Any = "left" if head[i] in text else "right"
-            part.add_column(headings[i], justify=justify, no_wrap=not wraps[i], overflow="fold")
+            part.add_column(headings[i], justify=justify, no_wrap=i not in wraps, overflow="fold")
         for row in rows:
             part.add_row(*(row[k] for k in block))
         drawn += [part] if block is blocks[0] else ["", part]

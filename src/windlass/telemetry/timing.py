@@ -1,5 +1,4 @@
-"""How a training takes its time: `StepTimer` for the phases of a step, `Goodput` for the wall time
-of the process, and `StepProfile`, torch's profile of some steps."""
+"""Time of the phases of a step, wall time of the process, and torch's profile of some steps."""
 
 from __future__ import annotations
 
@@ -34,7 +33,6 @@ class StepTimer:
         self._new_event, self._goodput = new_event, goodput
         # phases that are not counted yet: name, first mark, last mark
         self._marks = deque[tuple[str, Any, Any]]()
-        self._free: list[Any] = []  # events to record again
         self._ms: dict[str, float] = {}
         self._steps = 0
         self._begin = self._mark()
@@ -71,13 +69,12 @@ class StepTimer:
         """Now: seconds of the host's clock, or an event at the end of the current stream."""
         if host or self._new_event is None:
             return time.perf_counter()
-        event = self._free.pop() if self._free else self._new_event()
+        event = self._new_event()
         event.record()
         return event
 
     def _count(self, name: str, first: Any, last: Any) -> None:
         self._ms[name] = self._ms.get(name, 0.0) + elapsed_ms(first, last)
-        self._free += [mark for mark in (first, last) if not isinstance(mark, float)]
 
 
 def elapsed_ms(first: Any, last: Any) -> float:
@@ -123,15 +120,14 @@ class StepProfile:
 
     def __init__(self, setting: str, directory: Path, rank: int, device: torch.device, steps: int):
         """`steps`: of the whole run, whose end also ends the profile."""
-        first, count = setting.split(":") if setting else ("0", "0")
-        self.first, self.last = int(first), min(int(first) + int(count) - 1, steps)
-        self.enabled = bool(setting) and rank == 0
+        first, count = map(int, setting.split(":")) if setting and rank == 0 else (-1, 0)
+        self.first, self.last = first, min(first + count - 1, steps)
         self.name = directory / "profile" / f"steps-{self.first}-{self.last}"
         self.on_gpu = device.type == "cuda"
         self._profile: profile | None = None
 
     def begin(self, step: int) -> None:
-        if self.enabled and step == self.first:
+        if step == self.first:
             activities = [ProfilerActivity.CPU]
             if self.on_gpu:
                 activities.append(ProfilerActivity.CUDA)
@@ -146,15 +142,15 @@ class StepProfile:
         assert self._profile is not None
         running, self._profile = self._profile, None
         running.stop()
-        trace, table = (self.name.with_name(self.name.name + end) for end in (".json.gz", ".txt"))
         by = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
+        table = running.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS)
         try:
             self.name.parent.mkdir(exist_ok=True)
-            table.write_text(running.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS))
-            running.export_chrome_trace(str(trace))
+            Path(f"{self.name}.txt").write_text(table)
+            running.export_chrome_trace(f"{self.name}.json.gz")
         except OSError as error:
             return f"the profile was not written: {error}", []
-        names = [f"profile/{path.name}" for path in (trace, table)]
+        names = [f"profile/{self.name.name}{end}" for end in (".json.gz", ".txt")]
         return f"profile: {' and '.join(names)}", names
 
     def close(self) -> None:

@@ -21,8 +21,6 @@ from windlass.run import Run
 FLUSH_SECONDS = 30.0  # the longest that trackers may take after the end of a run
 NO_LIMIT = 1e6  # seconds
 EXPORTER = (*MODULE, "windlass.telemetry.exporter")
-# of an exporter: its libraries need one core and no GPU
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Note(NamedTuple):
@@ -50,7 +48,8 @@ class Trackers:
                         stderr=log,
                         bufsize=0,
                         process_group=0,  # Ctrl-C in the terminal is for the training
-                        env=os.environ | ENVIRONMENT,
+                        # its libraries need one core and no GPU
+                        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
                     )
                 os.set_blocking(self.processes[name].stdout.fileno(), False)
             except OSError as error:
@@ -61,8 +60,8 @@ class Trackers:
         for name, process in self.processes.items():
             code = process.poll()  # before reading, for the last messages of an ended process
             for line in (process.stdout.read() or b"").splitlines():  # a pipe splits no short line
-                text, warning = json.loads(line)
-                if warning:
+                text, failed = json.loads(line)
+                if failed:
                     self._warn(name, text)
                 else:
                     self._notes.append(Note(f"{name}: {text}"))

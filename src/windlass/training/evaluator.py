@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from windlass.data.chat import stop_tokens
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate, text_after
-from windlass.evaluation.passes import Passes
+from windlass.evaluation.passes import Interrupted, Passes
 from windlass.evaluation.suites import Suites, SuiteScores, write_predictions
 from windlass.model.sharding import unwrap
 from windlass.optim.average import Average
@@ -76,14 +75,14 @@ class Evaluator:
             for suite in self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
                 average = self.average if self.average.tensors and step else None
-                result = self.suites.measure(
-                    suite, self.model, self.stop_requested, whole, show, average
-                )
-                if result is None:
+                try:
+                    measured[suite] = self.suites.measure(
+                        suite, self.model, self.stop_requested, whole, show, average
+                    )
+                except Interrupted:
                     return None
-                measured[suite], predictions = result
-                if predictions and self.ranks.main:
-                    write_predictions(recorder.run.path / "eval", step, predictions)
+            if self.suites.predictions and self.ranks.main:
+                write_predictions(recorder.run.path / "eval", step, self.suites.predictions)
         for suite, scores in measured.items():
             recorder.evaluated({"suite": suite, **scores})
         return measured
@@ -99,18 +98,20 @@ class Evaluator:
         settings, tokenizer = self.recipe.eval, self.suites.tokenizer
         recorder, step = self.recorder, self.state.step
         prompt = tokenizer.prompt(settings.prompt)
-        ends, seed = stop_tokens(tokenizer, self.suites.template), self.recipe.run.seed
-        sampling = Sampling(settings.sample_tokens, temperature=0.8, seed=seed, stop=ends)
-        passes = Passes(partial(autocast, self.recipe, self.ranks.device), self.stop_requested)
+        low = partial(autocast, self.recipe, self.ranks.device)
+        template, stop = self.suites.template, self.stop_requested
+        passes = Passes(unwrap(self.model), self.ranks, tokenizer, template, low, stop)
+        seed = self.recipe.run.seed
+        sampling = Sampling(settings.sample_tokens, 0.8, seed=seed, stop=passes.stop)
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")
-            prompts = [prompt] * settings.sample_count
-            texts = generate(
-                self.model, prompts, sampling, self.ranks, vocab=tokenizer.vocab, passes=passes
-            )
+            try:
+                texts = generate(passes, [prompt] * settings.sample_count, sampling)
+            except Interrupted:
+                return False
         before = prompt if settings.prompt else []
-        for index, ids in enumerate(texts or []):
+        for index, ids in enumerate(texts):
             text = settings.prompt + text_after(tokenizer, before, ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
             recorder.console.sample(text, step)
-        return texts is not None
+        return True
