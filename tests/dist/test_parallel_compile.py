@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 import hf_fixtures
 from windlass.data.samples import positions_of
 from windlass.data.tokenizer_kinds import byte_tokenizer
+from windlass.errors import installed
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.suites import Suites
@@ -38,8 +39,11 @@ SELECTIVE = {"parallel__activation_checkpointing": "selective"}
 Work = Callable[[Any, Ranks, Callable[..., None]], object]
 
 
-def slow(value: Any) -> Any:
-    return pytest.param(value, marks=pytest.mark.full)
+def slow(value: Any, *marks: Any) -> Any:
+    return pytest.param(value, marks=[pytest.mark.full, *marks])
+
+
+needs_torchao = pytest.mark.skipif(not installed("torchao"), reason="torchao is not installed")
 
 
 @pytest.fixture
@@ -98,9 +102,9 @@ def static(graph: torch.fx.GraphModule) -> bool:
         {"parallel__activation_checkpointing": "selective"},
         LOW,
         slow(LOW | {"train__precision": "fp16", "parallel__activation_checkpointing": "full"}),
-        FLOAT8,
-        slow(LOW | FLOAT8),
-        slow(FLOAT8 | SELECTIVE),
+        pytest.param(FLOAT8, marks=needs_torchao),
+        slow(LOW | FLOAT8, needs_torchao),
+        slow(FLOAT8 | SELECTIVE, needs_torchao),
     ],
     ids=[
         *("one rank", "full", "selective", "FSDP2 in bf16", "FSDP2 in fp16, full"),
