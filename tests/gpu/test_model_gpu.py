@@ -29,17 +29,13 @@ def both(settings: dict[str, Any], dtype: Any, device: str) -> list[Any]:
     return models
 
 
-def some_tokens() -> Any:
-    return torch.randint(101, (3, 48), generator=torch.Generator().manual_seed(0))
-
-
 @pytest.mark.parametrize("settings", SHAPES)
-def test_logits_loss_and_gradients_are_those_of_the_cpu(settings, device):
+def test_logits_loss_gradients_and_a_cache_are_those_of_the_cpu(settings, device):
     cpu, gpu = both(settings, torch.float64, device)
     assert all(
         torch.equal(a, b.cpu()) for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True)
     )
-    tokens = some_tokens()
+    tokens = torch.randint(101, (3, 48), generator=torch.Generator().manual_seed(0))
     labels = tokens.roll(-1, 1)
     labels[0, 10:20] = -100
     torch.testing.assert_close(gpu(tokens.to(device)).cpu(), cpu(tokens), rtol=0, atol=1e-10)
@@ -49,16 +45,9 @@ def test_logits_loss_and_gradients_are_those_of_the_cpu(settings, device):
         loss.backward()
     for a, b in zip(cpu.parameters(), gpu.parameters(), strict=True):
         torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("settings", SHAPES)
-def test_the_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], device: str) -> None:
-    _, gpu = both(settings, torch.float64, device)
-    tokens = some_tokens().to(device)
-    cache = gpu.eval().new_cache(3, 48)
-    whole = gpu(tokens)
+    cache, whole = gpu.eval().new_cache(3, 48), gpu(tokens.to(device))
     for start, stop in [(0, 7), (7, 20), *((i, i + 1) for i in range(20, 48))]:
-        logits = gpu(tokens[:, start:stop], cache=cache)
+        logits = gpu(tokens[:, start:stop].to(device), cache=cache)
         torch.testing.assert_close(logits[:, 0], whole[:, stop - 1], rtol=0, atol=1e-10)
 
 
