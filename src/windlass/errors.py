@@ -23,6 +23,7 @@ EXTRAS = {
     "ladder": ("scipy",),
     "optim": ("pytorch_optimizer",),
     "liger": ("liger_kernel",),
+    "float8": ("torchao",),
     "lm-eval": ("lm_eval",),
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow",),

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 import hf_fixtures
 from windlass.data.batch import positions_of
 from windlass.data.tokenizer_kinds import byte_tokenizer
+from windlass.errors import installed
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.passes import Passes
@@ -39,8 +40,11 @@ FULL = {"parallel__activation_checkpointing": "full"}
 Work = Callable[[Any, Ranks, Callable[..., None]], object]
 
 
-def slow(value: Any) -> Any:
-    return pytest.param(value, marks=pytest.mark.full)
+def slow(value: Any, *marks: Any) -> Any:
+    return pytest.param(value, marks=[pytest.mark.full, *marks])
+
+
+needs_torchao = pytest.mark.skipif(not installed("torchao"), reason="torchao is not installed")
 
 
 @pytest.fixture
@@ -93,7 +97,11 @@ def static(graph: torch.fx.GraphModule) -> bool:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, SELECTIVE, LOW, FLOAT8, slow(FULL), slow(LOW | FULL), slow(LOW | FLOAT8 | SELECTIVE)],
+    [
+        *({}, SELECTIVE, LOW, slow(FULL), slow(LOW | FULL)),
+        pytest.param(FLOAT8, marks=needs_torchao),
+        slow(LOW | FLOAT8 | SELECTIVE, needs_torchao),
+    ],
     ids=str,
 )
 def test_all_blocks_are_one_graph(compiled, settings):

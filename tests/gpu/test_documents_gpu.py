@@ -25,13 +25,15 @@ def documents_on(device: Any) -> Any:
 @pytest.mark.parametrize("first", [0, 128])
 def test_attention_within_documents_is_that_of_the_cpu(dtype, tolerance, first, device):
     """bf16 uses `varlen_attn`, float32 a mask; queries of a late part, too."""
+    from windlass.model.attention import Spans
+
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(3, 4, 256 - first, 64, generator=draw)
     k, v = torch.randn(2, 3, 2, 256, 64, generator=draw)
     results = []
     for where, kind in (("cpu", "float64"), (device, dtype)):
         mask = torch.float32 if kind == "float32" else None
-        spans = documents_on(where).spans(first, 256, mask)
+        spans = Spans(documents_on(where), first, 256, mask)
         parts = [x.to(where, getattr(torch, kind)).requires_grad_() for x in (q, k, v)]
         assert (spans.edges is not None) == (kind == "bfloat16" and "cuda" in str(where))
         y = spans.attention(*parts)

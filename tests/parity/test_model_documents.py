@@ -1,6 +1,7 @@
-"""A packed row has the loss and the gradients of its conversations or documents one by one: for our
-GPT, for models of transformers, and in a whole run. Models that cannot keep documents apart are
-refused.
+"""A packed row has the loss and the gradients of its documents one by one: for our GPT, for models
+of transformers, and in a whole run. Models that cannot keep documents apart are refused.
+
+`test_data_document_mask.py` has the documents of rows of text.
 """
 
 import json
@@ -11,20 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import hf_fixtures
-from helpers import curve, refused
+from helpers import curve, refused, tiny_recipe
 from rows import Rows
 from windlass import train
 from windlass.data.batch import Batch
-from windlass.data.corpus import Corpus
 from windlass.data.loader import to_tensor
-from windlass.data.recipe_sources import SourceSpec
-from windlass.data.samples import BestFitSamples, PackedSamples, Tokens
-from windlass.data.shards import Index, Row, ShardWriter
-from windlass.data.split import Part
-from windlass.data.tokenizer_kinds import byte_tokenizer
+from windlass.data.samples import BestFitSamples
 from windlass.model.attention import Documents, documents_of
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -34,77 +29,28 @@ from windlass.recipe import Recipe
 CONTEXT = 48
 
 
-def talks() -> Rows:
-    draw = np.random.default_rng(3)
-    rows = []
+def conversations() -> tuple[list[Batch[Any]], list[Batch[Any]]]:
+    """Packed rows, and each of their conversations."""
+    draw, items = np.random.default_rng(3), []
     for size in [2, 3, 49, *draw.integers(2, 30, 25).tolist()]:
         marks = draw.random(size) < 0.4
         marks[-1] = True
-        rows.append((draw.integers(1, 200, size).tolist(), marks.tolist()))
-    return Rows(rows, pad=0)
-
-
-def losses_and_gradients(model: Any, batches: list[Any]) -> list[Tensor]:
-    model.zero_grad()
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        loss = model(batch.tokens, batch.labels, **documents_of(batch, model))
-        loss.backward()
-        total += loss.detach()
-    return [total, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def conversations() -> tuple[list[Batch[Any]], list[Batch[Any]]]:
-    """Packed rows, and each of their conversations."""
-    rows = talks()
+        items.append((draw.integers(1, 200, size).tolist(), marks.tolist()))
+    rows = Rows(items, pad=0)
     packed = BestFitSamples(rows, CONTEXT)  # type: ignore[arg-type]
     assert len(packed) < len(rows) / 2
     joined = [packed.read(np.arange(i, min(i + 3, len(packed)))) for i in range(0, len(packed), 3)]
     return joined, [rows.read(np.array([i])) for i in range(len(rows))]
 
 
-def texts(folder: Path) -> tuple[list[Batch[Any]], list[Batch[Any]]]:
-    """Packed rows of text, and each part of a document in a row.
-
-    End tokens (0) stand inside of documents, too. Some documents have one token, some fill rows.
-    """
-    draw, eot = np.random.default_rng(5), 0
-    sizes = [130, 1, 1, *draw.integers(2, 40, 20).tolist()]
-    documents = [np.append(eot, draw.integers(0, 9, size - 1)) for size in sizes]
-    tokenizer = byte_tokenizer()
-    index = Index(key={}, source={}, tokenizer=tokenizer.describe(), shard_tokens=100)
-    with ShardWriter(folder, index, "uint16") as writer:
-        for number, document in enumerate(documents):
-            writer.add(Row(number, document))
-        index = writer.finish(complete=True)
-    assert len(index.shards) > 3
-    edges = np.cumsum([0, *sizes])
-    corpus = Corpus(folder, index, SourceSpec("x", "x"), tokenizer)
-    part = Part(corpus, edges[[0, -1]][None], edges, np.arange(len(sizes)))
-    rows = PackedSamples(Tokens([part]), CONTEXT, ragged=True, apart=True, following=eot)
-    joined = [rows.read(np.arange(i, min(i + 3, len(rows)))) for i in range(0, len(rows), 3)]
-    parts, place = list[Batch[Any]](), 0
-    for document in documents:
-        whole = np.append(document, eot)
-        cuts = [*(i for i in range(1, len(document)) if (place + i) % CONTEXT == 0), len(document)]
-        for a, b in zip([0, *cuts], cuts, strict=False):
-            parts.append(Batch(whole[None, a:b], whole[None, a + 1 : b + 1]))
-        place += len(document)
-    parts[-1].labels[0, -1] = -100  # a packed row does not know what follows the last token
-    labels = sum(int((batch.labels != -100).sum()) for batch in joined)
-    assert labels == rows.valid_tokens == sum(sizes) - 1
-    return joined, parts
-
-
-def check_equal(model: Any, joined: list[Batch[Any]], single: list[Batch[Any]]) -> None:
-    """The sums over packed rows are those over single texts, to 1e-12 of the largest entry."""
-    ours, expected = (
-        losses_and_gradients(model, [batch.map(to_tensor) for batch in batches])
-        for batches in (joined, single)
-    )
-    assert len(ours) == len(expected) > 5
-    for one, other in zip(ours, expected, strict=True):
-        assert (one - other).abs().max() <= 1e-12 * max(1.0, float(other.abs().max()))
+def losses_and_gradients(model: Any, batches: list[Batch[Any]]) -> list[Tensor]:
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in (batch.map(to_tensor) for batch in batches):
+        loss = model(batch.tokens, batch.labels, **documents_of(batch, model))
+        loss.backward()
+        total += loss.detach()
+    return [total, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -113,57 +59,39 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("shortest", [0, CONTEXT], ids=["products", "mask"])
-def test_a_packed_row_is_its_texts_one_by_one(
+@pytest.mark.parametrize(
+    ("shape", "shortest"),  # the shortest row that takes products instead of a mask
+    [(shape, shortest) for shape in SHAPES for shortest in (0, CONTEXT)]
+    + [(kind, 0) for kind in ("llama", "qwen3", "gpt2", "mistral")],
+)
+def test_a_packed_row_is_its_conversations_one_by_one(
     shape: str, shortest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("windlass.model.attention.MASKED_TOKENS", shortest)
-    settings = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT, **SHAPES[shape]}
-    recipe = Recipe.model_validate({"model": settings})
-    model = build_model(recipe, 200, device="cpu").double()
+    settings = {"layers": 2, "heads": 4, "width": 32, **SHAPES.get(shape, {})}
+    if shape not in SHAPES:
+        settings = {"kind": "hf", "name": str(hf_fixtures.save(shape, tmp_path / shape))}
+    recipe = Recipe.model_validate({"model": settings | {"context": CONTEXT}})
+    model = build_model(recipe, 200, device="cpu").double().eval()
     initialise(model, 1)
-    check_equal(model, *conversations())
-    check_equal(model, *texts(tmp_path))
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
-def test_models_of_transformers_find_the_documents(kind: str, tmp_path: Path) -> None:
-    hf_fixtures.save(kind, tmp_path / kind)
-    tree = {"kind": "hf", "name": str(tmp_path / kind), "context": CONTEXT}
-    model = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu").double()
-    initialise(model, 1)
-    check_equal(model.eval(), *conversations())
-    check_equal(model, *texts(tmp_path))
-
-
-class Attentions(TorchFunctionMode):
-    """Counts attentions."""
-
-    count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is nn.functional.scaled_dot_product_attention
-        return func(*args, **(kwargs or {}))
+    packed, alone = (losses_and_gradients(model, batches) for batches in conversations())
+    assert len(packed) == len(alone) > 5
+    for one, other in zip(packed, alone, strict=True):  # to 1e-12 of the largest entry
+        assert (one - other).abs().max() <= 1e-12 * max(1.0, float(other.abs().max()))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("kv_heads", [0, 2])
-def test_documents_without_flash_attention_take_one_attention_a_block(
-    dropout: float, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+def test_documents_without_flash_attention_have_one_mask_for_all_blocks(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU; here on the meta device, which like a GPU is not a CPU."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it has none
-    shape = {"layers": 2, "heads": 4, "width": 32, "context": 512, "position": "rope"}
-    shape |= {"dropout": dropout, "kv_heads": kv_heads}
-    model = build_model(Recipe.model_validate({"model": shape}), 200)
+    shape = {"layers": 2, "heads": 4, "width": 32, "context": 512, "dropout": dropout}
+    model: Any = build_model(Recipe.model_validate({"model": shape}), 200)
     numbers = torch.arange(512).div(8, rounding_mode="floor").repeat(2, 1)
     documents = Documents(numbers, torch.zeros(2, 512, dtype=torch.int64, device="meta"))
-    tokens = torch.zeros(2, 512, dtype=torch.int64, device="meta")
-    with Attentions() as attentions:
-        loss = model(tokens, tokens, documents=documents)
-    loss.backward()
-    assert attentions.count == 2
+    here = model.prepare(documents.positions, None, 0, documents)
+    assert here.spans.mask.shape == (2, 1, 512, 512)
 
 
 @pytest.mark.parametrize(
@@ -185,21 +113,17 @@ def test_attention_of_a_model_of_transformers_on_a_gpu(
 
 
 def recipe_of(folder: Path, run: str, **changes: Any) -> Recipe:
-    if not (folder / "talk.jsonl").exists():
-        draw = np.random.default_rng(1)
-        with (folder / "talk.jsonl").open("w") as file:
-            for asked, answered in draw.integers(3, 40, (80, 2)).tolist():
-                user = {"role": "user", "content": "q" * asked}
-                answer = {"role": "assistant", "content": "a b" * (answered // 3 + 1)}
-                file.write(json.dumps({"messages": [user, answer]}) + "\n")
-    data = {"source": str(folder / "talk.jsonl"), "dir": str(folder / "data"), "format": "chat"}
-    data |= {"tokenizer": "byte", "packing": "best-fit"}
-    model = {"layers": 1, "heads": 2, "width": 16, "context": 256, "position": "rope"}
-    tree: dict[str, Any] = {"preset": "packed", "model": model, "data": data}
-    tree |= {"run": {"dir": str(folder / run)}, "telemetry": {"every": 1}}
-    tree |= {"train": {"steps": 4, "global_batch": 4, "precision": "fp64"}}
-    tree |= {"eval": {"every": 4, "batches": 0}, "checkpoint": {"every": 2}}
-    return Recipe.from_dict(tree).replace(changes)
+    draw = np.random.default_rng(1)
+    with (folder / "talk.jsonl").open("w") as file:
+        for asked, answered in draw.integers(3, 40, (80, 2)).tolist():
+            user = {"role": "user", "content": "q" * asked}
+            answer = {"role": "assistant", "content": "a b" * (answered // 3 + 1)}
+            file.write(json.dumps({"messages": [user, answer]}) + "\n")
+    how = {"data__format": "chat", "data__packing": "best-fit", "data__tokenizer": "byte"}
+    how |= {"model__layers": 1, "model__width": 16, "model__context": 256, "train__steps": 4}
+    how |= {"train__global_batch": 4, "train__precision": "fp64", "checkpoint__every": 2}
+    how |= {"eval__every": 4, "eval__batches": 0, "data__val_fraction": 0.1}
+    return tiny_recipe(folder / "talk.jsonl", folder / run, **how | changes)
 
 
 def test_a_run_on_packed_rows_resumes_and_validates_as_on_single_ones(tmp_path: Path) -> None:
@@ -213,7 +137,7 @@ def test_a_run_on_packed_rows_resumes_and_validates_as_on_single_ones(tmp_path: 
     assert start["fill"] > 0.9 and start["items"] == 71
     assert line["tokens"] < line["samples"] * 256  # padding does not count
     assert "% filled" in run.log_path.read_text()
-    single = train(recipe_of(tmp_path, "single", **{"data.packing": "packed"}))
+    single = train(recipe_of(tmp_path, "single", data__packing="packed"))
     ours, expected = (one.lines("eval")[0] for one in (run, single))
     assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-12)
     assert ours["tokens"] == expected["tokens"]
@@ -223,11 +147,9 @@ def test_a_run_on_packed_rows_resumes_and_validates_as_on_single_ones(tmp_path: 
 def test_models_that_join_documents_are_refused(kind: str, tmp_path: Path) -> None:
     folder = hf_fixtures.save(kind, tmp_path / kind)
     hf_fixtures.save_tokenizer(["the cat sat on the mat"], folder)
-    tree = recipe_of(tmp_path, "run").tree()
-    tree["data"]["tokenizer"] = f"hf:{folder}"
-    tree["model"] = {"kind": "hf", "name": str(folder), "context": 128}
+    recipe = recipe_of(tmp_path, "run").replace(f"data.tokenizer=hf:{folder}", "model.context=128")
     with refused('data.packing = "best-fit"', "leave it out"):
-        train(Recipe.from_dict(tree))
+        train(recipe.replace("model.kind=hf", f"model.name={folder}"))
 
 
 def test_rows_of_documents_need_a_module_that_takes_them(tmp_path) -> None:
@@ -241,4 +163,4 @@ def test_rows_of_documents_need_a_module_that_takes_them(tmp_path) -> None:
             return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
 
     with refused('data.packing = "best-fit"', "forward takes no `documents`"):
-        train(recipe_of(tmp_path, "own", **{"train.precision": "fp32"}), model=Own())
+        train(recipe_of(tmp_path, "own", train__precision="fp32"), model=Own())

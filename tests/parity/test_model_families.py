@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 import hf_fixtures
+from rows import Rows
 from windlass import Data, Recipe, Run, export, train
 from windlass.launch.local import launch
 
@@ -54,18 +55,8 @@ for kind in sys.argv[2:]:
 """
 
 
-class Rows:
-    """Sequences of 16 tokens, each with its successor as its label."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        rows = (indices[:, None] * 7 + np.arange(17)) % 500 + 5
-        return rows[:, :-1], rows[:, 1:]
-
-
-DATA = Data(Rows(), Rows(), None, "rows", hf_fixtures.VOCAB)  # type: ignore[arg-type]
+ROWS = Rows([((np.arange(i, i + 17) % 500 + 5).tolist(), [True] * 17) for i in range(0, 448, 7)], 0)
+DATA = Data(ROWS, ROWS, None, "rows", hf_fixtures.VOCAB)  # type: ignore[arg-type]
 
 
 def recipe(folder: Path | str, kind: str, run: str, more: dict[str, Any]) -> Recipe:
@@ -82,10 +73,10 @@ def losses(run: Run) -> list[float]:
 def exported_loss(run: Run, directory: Path) -> float:
     """The exported model's loss on the rows of the run's evaluations, through `transformers`."""
     model = AutoModelForCausalLM.from_pretrained(export(run, directory), dtype=torch.float32)
-    tokens, labels = map(torch.from_numpy, DATA.val.read(np.arange(4)))  # type: ignore[union-attr]
+    batch = ROWS.read(np.arange(4)).map(torch.from_numpy)
     with torch.no_grad():
-        logits = model.eval()(input_ids=tokens, use_cache=False).logits
-    return float(cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        logits = model.eval()(input_ids=batch.tokens, use_cache=False).logits
+    return float(cross_entropy(logits.flatten(0, 1), batch.labels.flatten()))
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +90,10 @@ def saved(folder: Path, kind: str) -> None:
         hf_fixtures.save_tokenizer(["the cat sat on the mat"], folder / kind)
 
 
-def marked(kind: str) -> Any:
-    return kind if kind in ALWAYS else pytest.param(kind, marks=pytest.mark.full)
-
-
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own
-@pytest.mark.parametrize("kind", [marked(kind) for kind in FAMILIES])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.full] * (k not in ALWAYS)) for k in FAMILIES]
+)
 def test_a_family_is_trained_adapted_and_exported(kind, folder):
     saved(folder, kind)
     run_as = partial(recipe, folder, kind)

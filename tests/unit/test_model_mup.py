@@ -4,16 +4,19 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from helpers import refused
-from windlass import train
+from helpers import refused, tiny_recipe, write_corpus
+from windlass import load_model, train
+from windlass.data.open import open_data
 from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model
 from windlass.model.gpt import GPT, initialise
-from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups
+from windlass.optim import build
+from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import set_lr
 from windlass.recipe import ModelSettings, OptimSettings, Recipe
 
@@ -42,13 +45,8 @@ def gpt(
     return model
 
 
-def some_tokens(rows: int = 4) -> Tensor:
-    return torch.randint(VOCAB, (rows, 12), generator=torch.Generator().manual_seed(1))
-
-
-def is_hidden(name: str, value: Tensor) -> bool:
-    """The maps between widths that grow: the rows "hidden" of table 8."""
-    return name.startswith("blocks.") and value.dim() == 2
+def some_tokens() -> Tensor:
+    return torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("parts", [OLD, NEW])
@@ -61,7 +59,7 @@ def test_spreads_rates_decay_and_eps_are_those_of_table_8(parts, multiple):
     set_lr(optimizer, 0.5)
     groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     for name, value in model.named_parameters():
-        hidden, group = is_hidden(name, value), groups[id(value)]
+        hidden, group = name.startswith("blocks.") and value.dim() == 2, groups[id(value)]
         assert group["lr"] == pytest.approx(0.5 * 0.02 / (multiple if hidden else 1)), name
         assert group["eps"] == pytest.approx(1e-6 / multiple), name
         per_step = group["lr"] * group["weight_decay"]  # what a step shrinks a weight by
@@ -85,13 +83,6 @@ def test_muon_keeps_its_matrices_rate_and_its_adamw_the_eps_of_mup():
     }
 
 
-def test_the_groups_are_described_with_their_rates():
-    groups = count_groups(make_groups(gpt(64), OPTIM))
-    texts = describe_groups(groups).split("; ")
-    assert texts[0] == "decay: 2 tensors with 2,240 parameters, lr 0.02"
-    assert texts[-1] == "hidden.decay: 8 tensors with 98,304 parameters, lr 0.01"
-
-
 @pytest.mark.parametrize("parts", [OLD, NEW])
 def test_at_the_base_width_nothing_changes(parts):
     plain, same = gpt(BASE, base=0, **parts), gpt(BASE, **parts)
@@ -108,47 +99,66 @@ def test_at_the_base_width_nothing_changes(parts):
 
 @pytest.mark.parametrize("parts", [OLD, NEW])
 def test_logits_are_those_of_the_plain_model_divided_by_hand(parts):
-    model, plain = gpt(4 * BASE, **parts), gpt(4 * BASE, base=0, **parts)
+    model, plain = gpt(4 * BASE, **parts), gpt(4 * BASE, base=0, **parts | {"logit_cap": 0.0})
     plain.load_state_dict(model.state_dict())
     tokens = some_tokens()
     with torch.no_grad():
-        mine, cache = model(tokens), model.new_cache(4, 12)
-        cached = torch.cat([model(part, cache=cache) for part in tokens.split(1, 1)], 1)
-        here = plain.prepare(tokens, None, 0, None)
-        x = plain.norm(plain.through(plain.begin(here)[0], range(2), here))
-        table = plain.embedding if plain.settings.tie_head else plain.head
-        logits = x @ table.weight.T / 4
-        if parts:
-            logits = 8 * torch.tanh(logits / 8)
-    torch.testing.assert_close(mine, logits, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(cached, logits, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (["model.mup_base_width=64", "optim.kind=torch.optim.SGD"], ["optim.kind", "adamw"]),
-        (["model.kind=hf", "model.name=gpt2", "model.mup_base_width=64"], ["model.mup_base_width"]),
-    ],
-)
-def test_settings_that_do_not_go_with_mup_are_refused(changes, words):
-    with refused(*words):
-        Recipe.load("shakespeare-char-fast", changes)
+        cache, logits = model.new_cache(4, 12), plain(tokens) / 4
+        logits = 8 * torch.tanh(logits / 8) if parts else logits
+        cached = [model(part, cache=cache) for part in tokens.split(1, 1)]
+        for mine in (model(tokens), torch.cat(cached, 1)):
+            torch.testing.assert_close(mine, logits, rtol=1e-9, atol=1e-12)
 
 
 def test_first_weights_of_another_width_multiple_are_refused(tmp_path: Path):
-    (tmp_path / "text.txt").write_text("the cat sat on the mat " * 40)
-    tree: dict[str, Any] = {
-        "model": {"layers": 1, "heads": 2, "width": 16, "context": 8, "mup_base_width": 8},
-        "train": {"steps": 2, "global_batch": 4, "threads": 1},
-        "data": {"source": str(tmp_path / "text.txt"), "dir": str(tmp_path / "data")},
-        "eval.every": 0,
-        "run.dir": str(tmp_path / "run"),
-    }
-    run = train(Recipe.from_dict(tree))
-    again = Recipe.from_dict(tree).replace({"model.init_from": str(run.path)})
+    corpus = write_corpus(tmp_path / "text.txt")
+    recipe = tiny_recipe(corpus, tmp_path / "run", train__steps=1, model__mup_base_width=16)
+    again = recipe.replace({"model.init_from": str(train(recipe).path)})
     load_initial(build_model(again, 257, device="cpu"), again)
-    for base in (0, 16):
+    for base in (0, 32):
         other = again.replace({"model.mup_base_width": base})
-        with refused("model.init_from", "model.mup_base_width = 8"):
+        with refused("model.init_from", "model.mup_base_width = 16"):
             load_initial(build_model(other, 257, device="cpu"), other)
+
+
+WIDTHS = (32, 128)
+QUICKSTART = Recipe.load("quickstart")
+
+
+def changes(recipe: Recipe) -> dict[str, float]:
+    """The mean absolute change of each block's output and of the logits."""
+    data, outputs = open_data(recipe), list[dict[str, Any]]()
+    first = build_model(recipe, data.vocab, "cpu")
+    initialise(first, recipe.run.seed)
+    tokens = torch.from_numpy(data.train.read(np.arange(8))[0])
+    for model in (first.eval(), load_model(train(recipe))):
+        out = dict[str, Any]()
+        for number, block in enumerate(model.blocks):
+            name = f"block {number}"
+            block.register_forward_hook(lambda _, __, x, name=name, out=out: out.update({name: x}))
+        with torch.no_grad():
+            out["logits"] = model(tokens)
+        outputs.append(out)
+    return {name: float((outputs[1][name] - x).abs().mean()) for name, x in outputs[0].items()}
+
+
+@pytest.mark.parametrize("case", ["muP", "standard", "undivided rate"])
+def test_changes_are_equal_at_all_widths_with_mup_alone(tmp_path, monkeypatch, case):
+    """The coordinate check (arXiv 2203.03466, appendix D.1): with muP, twelve steps change the
+    activations of a model equally at any width. Initial logits shrink with the width, so the changes
+    count."""
+    if case == "undivided rate":
+        monkeypatch.setattr(build, "blocks_of", lambda model: [])
+    corpus, sizes = write_corpus(tmp_path / "text.txt", 4000), list[dict[str, float]]()
+    for width in WIDTHS:
+        changed = {"model.width": width, "model.heads": width // 16, "model.dropout": 0.0}
+        changed |= {"optim.lr": QUICKSTART.optim.lr, "optim.schedule.kind": "constant"}
+        if case != "standard":
+            changed |= {"model.mup_base_width": BASE}
+        changed |= {"optim.schedule.warmup": 2, "train.threads": 1, "checkpoint.every": 0}
+        recipe = tiny_recipe(corpus, tmp_path / f"{case}-{width}").replace(changed)
+        sizes.append(changes(recipe))
+    low, high = sizes
+    powers = [np.log(high[name] / low[name]) / np.log(WIDTHS[1] / WIDTHS[0]) for name in low]
+    steepest = max(map(abs, powers))
+    assert steepest < 0.4 if case == "muP" else steepest > 0.5, powers

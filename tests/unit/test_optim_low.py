@@ -1,16 +1,12 @@
 """Weights in bf16 and moments in 8 bits: the rounding, and AdamW with it against a reference."""
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from helpers import curve, refused, tiny_recipe, write_corpus
-from windlass import load_model, train
-from windlass.checkpoint.format import open_checkpoint
 from windlass.estimate import memory as planned
 from windlass.model.sharding import Cut, Peers, with_cut
 from windlass.optim import adamw, muon
@@ -18,8 +14,6 @@ from windlass.optim.adamw import BF16_DROPPED, FP8_DROPPED, places, random_bits,
 from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import set_lr
 from windlass.recipe.settings import OptimSettings
-
-BF16 = {"train__master": "bf16", "train__precision": "bf16"}
 
 
 def bits_of(shape: tuple[int, ...], key: str = "key") -> torch.Tensor:
@@ -130,23 +124,6 @@ def test_8_bit_moments_are_near_those_of_float32(dtype):
     assert float(slope) == pytest.approx(1, abs=0.02)
 
 
-def test_a_skipped_update_changes_nothing():
-    for kind, dtype in (("adamw8bit", torch.float32), ("adamw", torch.bfloat16)):
-        model = Matrix(64, 128, dtype)
-        optimizer = step_of(model, kind)
-        train_on_noise(model, optimizer, 2)
-        before = {
-            (p, key): x.clone().float()
-            for p in model.parameters()
-            for key, x in {**optimizer.state[p], "p": p.detach()}.items()
-        }
-        optimizer.found_inf = torch.tensor(1.0)
-        train_on_noise(model, optimizer, 1)
-        for (p, key), x in before.items():
-            now = p.detach() if key == "p" else optimizer.state[p][key]
-            assert torch.equal(now.float(), x), key
-
-
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_parts_of_a_tensor_of_three_dimensions_have_the_places_of_the_whole(dim):
     whole = torch.empty(4, 6, 8)
@@ -168,69 +145,3 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
         train_on_noise(model, step_of(model, "adamw8bit"), 3)
         results.append(model.weight.detach())
     assert torch.equal(*results)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt", words=2000)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        BF16,
-        BF16 | {"optim__kind": "muon"},
-        {"optim__kind": "adamw8bit"},
-        BF16 | {"optim__kind": "adamw8bit"},
-    ],
-    ids=["bf16", "muon", "8bit", "both"],
-)
-def test_a_stopped_run_continues_bit_for_bit(how, corpus, tmp_path):
-    settings = {**how, "train__steps": 6}
-    straight = train(tiny_recipe(corpus, tmp_path / "straight", **settings))
-    recipe = tiny_recipe(corpus, tmp_path / "stopped", **settings)
-    train(recipe, stop_at=3)
-    assert curve(train(recipe)) == curve(straight) and len(curve(straight)) == 6
-    first, second = (
-        open_checkpoint(run / "checkpoints" / "step-00000006")
-        for run in (straight.path, recipe.run_dir)
-    )
-    assert first.names() == second.names()
-    for name in first.names():
-        assert torch.equal(first.tensor(name).float(), second.tensor(name).float()), name
-        if name.startswith("model/") and "train__master" in how:
-            assert first.dtype(name) == torch.bfloat16, name
-    model = load_model(straight)  # in float32, for any device
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_a_branch_may_change_the_precision_of_weights(corpus, tmp_path):
-    low = train(tiny_recipe(corpus, tmp_path / "low", train__steps=4, **BF16))
-    more = {"model__init_from": str(low.path), "train__steps": 2}
-    for name, settings in (("wide", {}), ("again", BF16)):
-        run = train(tiny_recipe(corpus, tmp_path / name, **more, **settings))
-        assert curve(run)[0][1] < curve(low)[0][1]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"train__master": "bf16", "train__precision": "fp32"}, ("train.master", "bf16")),
-        ({"train__master": "bf16"}, ("train.master", 'train.precision="bf16"')),  # on a CPU
-        (BF16 | {"optim__kind": "torch.optim.SGD"}, ("train.master", "torch.optim.SGD", "adamw")),
-        ({"optim__kind": "adamw8bit", "parallel__tensor": 2}, ("optim.kind", "parallel.tensor=1")),
-        ({"optim__kind": "adam8bit"}, ("optim.kind", "adamw8bit")),
-    ],
-)
-def test_what_is_not_possible_is_one_message(settings, words, corpus, tmp_path):
-    with refused(*words):
-        train(tiny_recipe(corpus, tmp_path / "run", **settings))
-
-
-def test_bf16_weights_of_an_own_model_of_transformers(corpus, tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2)
-    own = GPT2LMHeadModel(config)
-    train(tiny_recipe(corpus, tmp_path / "run", train__steps=2, **BF16), model=own)
-    assert {p.dtype for p in own.parameters()} == {torch.bfloat16}

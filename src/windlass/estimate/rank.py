@@ -9,7 +9,6 @@ from windlass.model.size import (
     MASTER_BYTES,
     CountedSizes,
     block_matrices,
-    block_parameters,
     count,
     moment_bytes,
     stage_layers,
@@ -164,7 +163,8 @@ class Rank:
         # Entries of a block's matrices, and of the embedding's or the head's matrix.
         self.matrices = block_matrices(model) // t
         self.table = -(-vocab // t) * model.width
-        self.undivided = block_parameters(model)  # of a block on all ranks of `tensor` together
+        self.sizes = count(model, vocab)
+        self.undivided = self.sizes.block  # of a block on all ranks of `tensor` together
         ups = 2 if model.activation == "swiglu" else 1
         keys = self.head_width * model.kv_heads_
         biases = model.attn_bias * (model.width + 2 * keys) + model.ff_bias * ups * model.ff_width_
@@ -173,9 +173,7 @@ class Rank:
         self.block = cut + whole
         # Blocks of one unit of FSDP2.
         self.unit_blocks = unit_blocks(layers, layers * self.block) if layout.pipeline == 1 else 1
-        self.sizes = count(model, vocab)
-        norm = model.final_norm * self.sizes.norms // (2 * model.layers + model.final_norm)
-        ends = self.first * self.sizes.positions + self.last * norm
+        ends = self.first * self.sizes.positions + self.last * self.sizes.norm
         self.replicated = ends + layers * whole  # parameters that the ranks of `tensor` replicate
         tables = (self.first + self.last * (not self.tied)) * self.table
         self.total = tables + layers * cut + self.replicated

@@ -127,7 +127,7 @@ class Documents:
         return bool((self.numbers[:, 0] != self.numbers[:, -1]).any())
 
     def within(self, blocks: Sequence[Any], rate: float) -> Callable[[int, int], Spans]:
-        """`spans` for a pass through blocks with dropout at `rate`, with its masks."""
+        """Spans from a first to before a last token, for blocks with dropout at `rate`."""
         device, attention = self.positions.device, blocks[0].attn
         dtype = product_dtype(attention.qkv.weight)
         if device.type == "cpu":
@@ -138,34 +138,7 @@ class Documents:
             fits = attention.head_width % 8 == 0 and attention.head_width <= 256 and dtype in HALF
             flash = fits and torch.cuda.get_device_capability(device) >= (8, 0)
             masked = rate > 0 or not flash
-        return partial(self.spans, dtype=dtype if masked else None)
-
-    def spans(self, first: int, stop: int, dtype: torch.dtype | None = None) -> Spans:
-        """The attention of tokens from `first` to before `stop` in each row; a mask is in `dtype`.
-
-        Tokens past the row's end (padding) belong to its last document.
-        """
-        rows, length = self.numbers.shape
-        begins = torch.ones_like(self.numbers, dtype=torch.bool)
-        begins[:, 1:] = self.numbers.diff(dim=1) != 0
-        queries, keys = list[int](), list[int]()
-        for row in begins:
-            starts = [start for start in row.nonzero().flatten().tolist() if start < stop]
-            for start, end in itertools.pairwise([*starts, stop]):
-                queries.append(max(0, end - max(start, first)))
-                keys.append(end - start)
-        mask = None
-        if dtype is not None:
-            # On the device, because the host waits for a large tensor's copy. In its last form,
-            # because attention would convert it once for each block, and save the results.
-            own, device = self.numbers, self.positions.device
-            own = own.to(device, non_blocking=True)
-            own = own[:, torch.arange(stop, device=device).clamp(max=length - 1)]
-            seen = (own[:, first:, None] == own[:, None, :]).tril(first).unsqueeze(1)
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            mask.masked_fill_(~seen, -torch.inf)
-        assert (sum(queries), sum(keys)) == (rows * (stop - first), rows * stop)
-        return Spans(queries, keys, mask, self.positions.device)
+        return partial(Spans, self, dtype=dtype if masked else None)
 
 
 def documents_of(batch: Any, model: nn.Module) -> dict[str, Documents]:
@@ -185,13 +158,33 @@ class Spans:
     """The documents of all rows, end to end, by their lengths among the T queries and S keys."""
 
     def __init__(
-        self, queries: list[int], keys: list[int], mask: Tensor | None, device: torch.device
+        self, documents: Documents, first: int, stop: int, dtype: torch.dtype | None = None
     ):
-        self.queries, self.keys = queries, keys
-        self.mask = mask  # [B, 1, T, S], of bools or of numbers to add to the scores
+        """For the tokens from `first` to before `stop` in each row, with a mask in `dtype` (None:
+        without one). Tokens past the row's end (padding) belong to its last document."""
+        numbers, device = documents.numbers, documents.positions.device
+        rows, length = numbers.shape
+        begins = torch.ones_like(numbers, dtype=torch.bool)
+        begins[:, 1:] = numbers.diff(dim=1) != 0
+        self.queries, self.keys = list[int](), list[int]()
+        for row in begins:
+            starts = [start for start in row.nonzero().flatten().tolist() if start < stop]
+            for start, end in itertools.pairwise([*starts, stop]):
+                self.queries.append(max(0, end - max(start, first)))
+                self.keys.append(end - start)
+        assert sum(self.queries) == rows * (stop - first) and sum(self.keys) == rows * stop
+        self.mask: Tensor | None = None  # [B, 1, T, S], of numbers to add to the scores
         self.edges: tuple[Tensor, Tensor] | None = None
-        if mask is None and device.type == "cuda":
-            self.edges = edges_of(queries, device), edges_of(keys, device)
+        if dtype is not None:
+            # On the device, because the host waits for a large tensor's copy. In its last form,
+            # because attention would convert it once for each block, and save the results.
+            own = numbers.to(device, non_blocking=True)
+            own = own[:, torch.arange(stop, device=device).clamp(max=length - 1)]
+            seen = (own[:, first:, None] == own[:, None, :]).tril(first).unsqueeze(1)
+            self.mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+            self.mask.masked_fill_(~seen, -torch.inf)
+        elif device.type == "cuda":
+            self.edges = edges_of(self.queries, device), edges_of(self.keys, device)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         """Causal attention of [B, H, T, E] to [B, K, S, E] within each document."""

@@ -15,67 +15,40 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2":
 """Our names of activations, and GPT-2's."""
 BIASES = {"norm_bias": "norm", "attn_bias": ".attn.", "ff_bias": ".ff."}
 """The settings that give modules a bias, each with a part of these modules' names."""
-LLAMA = {
-    "embedding": "model.embed_tokens",
-    "blocks.#.attn_norm": "model.layers.#.input_layernorm",
-    "blocks.#.ff_norm": "model.layers.#.post_attention_layernorm",
-    "blocks.#.attn.qkv": " ".join(f"model.layers.#.self_attn.{one}_proj" for one in "qkv"),
-    "blocks.#.attn.out": "model.layers.#.self_attn.o_proj",
-    "blocks.#.ff.gate": "model.layers.#.mlp.gate_proj",
-    "blocks.#.ff.up": "model.layers.#.mlp.up_proj",
-    "blocks.#.ff.down": "model.layers.#.mlp.down_proj",
-    "norm": "model.norm",
-    "head": "lm_head",
+MODULES = {
+    "embedding": ("transformer.wte", "model.embed_tokens"),
+    "positions": ("transformer.wpe", ""),
+    "blocks.#.attn_norm": ("transformer.h.#.ln_1", "model.layers.#.input_layernorm"),
+    "blocks.#.ff_norm": ("transformer.h.#.ln_2", "model.layers.#.post_attention_layernorm"),
+    "blocks.#.attn.qkv": (
+        "transformer.h.#.attn.c_attn",
+        " ".join(f"model.layers.#.self_attn.{one}_proj" for one in "qkv"),
+    ),
+    "blocks.#.attn.out": ("transformer.h.#.attn.c_proj", "model.layers.#.self_attn.o_proj"),
+    "blocks.#.ff.gate": ("", "model.layers.#.mlp.gate_proj"),
+    "blocks.#.ff.up": ("transformer.h.#.mlp.c_fc", "model.layers.#.mlp.up_proj"),
+    "blocks.#.ff.down": ("transformer.h.#.mlp.c_proj", "model.layers.#.mlp.down_proj"),
+    "norm": ("transformer.ln_f", "model.norm"),
+    "head": ("lm_head", "lm_head"),
 }
-UNGATED = {name: there for name, there in LLAMA.items() if name != "blocks.#.ff.gate"}
-APERTUS_NORMS = {
+"""Our modules, GPT-2's and Llama's; ours may stack the rows of several of theirs."""
+APERTUS = {
     "blocks.#.attn_norm": "model.layers.#.attention_layernorm",
     "blocks.#.ff_norm": "model.layers.#.feedforward_layernorm",
 }
-MODULES = {
-    "gpt2": {
-        "embedding": "transformer.wte",
-        "positions": "transformer.wpe",
-        "blocks.#.attn_norm": "transformer.h.#.ln_1",
-        "blocks.#.ff_norm": "transformer.h.#.ln_2",
-        "blocks.#.attn.qkv": "transformer.h.#.attn.c_attn",
-        "blocks.#.attn.out": "transformer.h.#.attn.c_proj",
-        "blocks.#.ff.up": "transformer.h.#.mlp.c_fc",
-        "blocks.#.ff.down": "transformer.h.#.mlp.c_proj",
-        "norm": "transformer.ln_f",
-        "head": "lm_head",
-    },
-    "llama": LLAMA,
-    "qwen3": LLAMA,
-    "arcee": UNGATED,
-    "apertus": UNGATED | APERTUS_NORMS,
-}
-"""Our modules, and theirs; ours may stack the rows of several of theirs."""
-LLAMA_SETTINGS = {
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "width": "hidden_size",
-    "ff_width": "intermediate_size",
-    "context": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "attn_bias": "attention_bias",
-}
+"""Names that Apertus has in place of Llama's; Qwen3 and Arcee have Llama's."""
 SETTINGS = {
-    "gpt2": {
-        "layers": "n_layer",
-        "heads": "n_head",
-        "width": "n_embd",
-        "ff_width": "n_inner",
-        "context": "n_positions",
-        "norm_eps": "layer_norm_epsilon",
-    },
-    "llama": LLAMA_SETTINGS | {"ff_bias": "mlp_bias"},
-    "qwen3": LLAMA_SETTINGS,
-    "arcee": LLAMA_SETTINGS | {"ff_bias": "mlp_bias"},
-    "apertus": LLAMA_SETTINGS,
+    "layers": ("n_layer", "num_hidden_layers"),
+    "heads": ("n_head", "num_attention_heads"),
+    "kv_heads": ("", "num_key_value_heads"),
+    "width": ("n_embd", "hidden_size"),
+    "ff_width": ("n_inner", "intermediate_size"),
+    "context": ("n_positions", "max_position_embeddings"),
+    "norm_eps": ("layer_norm_epsilon", "rms_norm_eps"),
+    "attn_bias": ("", "attention_bias"),
+    "ff_bias": ("", "mlp_bias"),  # not of Qwen3 and Apertus
 }
-"""Our settings, and the entries of a configuration with the same meaning."""
+"""Our settings, and the entries with the same meaning of GPT-2's and of Llama's configuration."""
 GATED = {False: "llama", True: "qwen3"}
 PLAIN = {False: "arcee", True: "apertus"}
 """Architectures with RoPE and RMSNorm, with and without a gate, by `qk_norm`."""
@@ -113,8 +86,12 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
 
 def _modules(kind: str, m: ModelSettings) -> Iterator[tuple[str, str]]:
     """The names of our modules, and theirs."""
-    for ours, theirs in MODULES[kind].items():
-        if ours == "head" and m.tie_head:
+    absent = ["head"] if m.tie_head else []
+    absent += [] if m.activation == "swiglu" else ["blocks.#.ff.gate"]
+    for ours, (gpt2, llama) in MODULES.items():
+        theirs = gpt2 if kind == "gpt2" else llama
+        theirs = APERTUS.get(ours, theirs) if kind == "apertus" else theirs
+        if not theirs or ours in absent:
             continue
         for i in range(m.layers if "#" in ours else 1):
             yield ours.replace("#", str(i)), theirs.replace("#", str(i))
@@ -152,7 +129,10 @@ def _entries(m: ModelSettings, vocab: int, names: dict[str, str]) -> dict[str, A
 def config(m: ModelSettings, vocab: int) -> dict[str, Any]:
     kind = architecture(m)
     causal = "GPT2LMHeadModel" if kind == "gpt2" else f"{kind.capitalize()}ForCausalLM"
-    entries = _entries(m, vocab, SETTINGS[kind])
+    names = {key: pair[kind != "gpt2"] for key, pair in SETTINGS.items()}
+    if kind not in ("llama", "arcee"):
+        del names["ff_bias"]
+    entries = _entries(m, vocab, {key: name for key, name in names.items() if name})
     entries |= {"model_type": kind, "architectures": [causal], "initializer_range": m.init_std}
     if kind == "gpt2":
         dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), m.dropout)

@@ -9,22 +9,22 @@ H heads, K key and value heads, E = D / H width of a head, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.attention import Documents, LayerCache, attend, dropped
+from windlass.model.attention import HALF, Documents, LayerCache, attend, dropped
 from windlass.model.loss import (
     Piece,
     SourceSums,
     Tail,
+    TiedLookup,
     cross_entropy_sum,
     head_logits,
-    look_up,
     one_gradient,
 )
 from windlass.model.sharding import assign, whole_shape
@@ -87,7 +87,9 @@ class Attention(nn.Module):
         if rotary or self.qk_norm:
             qk, v = qkv.split([H + K, K], dim=2)  # one operation serves queries and keys
             if self.qk_norm:
-                with kept_low(qk):
+                # Autocast would raise half precision; the norm's kernels sum in float32 anyway.
+                keeps = qk.dtype in HALF
+                with torch.autocast(qk.device.type, enabled=False) if keeps else nullcontext():
                     qk = F.rms_norm(qk, (self.head_width,), eps=self.norm_eps)
             if rotary:
                 qk = rotary(qk)
@@ -243,7 +245,7 @@ class GPT(nn.Module):
         table = self.embedding.weight if m.tie_head else None
         has_loss = self.shares_gradient and here.labels is not None
         if has_loss and table is not None and one_gradient(table):
-            x, table = look_up(table, here.tokens)
+            x, table = TiedLookup.apply(table, here.tokens)
         else:
             x = self.embedding(here.tokens)
         if m.position == "learned":
@@ -319,21 +321,11 @@ def multiplied(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def kept_low(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A context in which autocast does not raise the norm of `x`; its kernels sum in float32."""
-    low = x.dtype in (torch.bfloat16, torch.float16)
-    return torch.autocast(x.device.type, enabled=False) if low else contextlib.nullcontext()
-
-
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed torch's generators of a CPU and of `device`; `torch.manual_seed` takes 0.4 ms."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
-
-
-def generator(seed: int, name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(seed_of(f"windlass/init/{seed}/{name}"))
 
 
 @torch.no_grad()
@@ -349,5 +341,5 @@ def initialise(model: nn.Module, seed: int) -> None:
         return
     for name, parameter in owner.named_parameters():
         assert not parameter.is_meta, f"{name} is on the meta device: materialise it first"
-        shape = whole_shape(parameter)
-        assign(parameter, owner.initial_value(name, shape, generator(seed, name)))
+        generator = torch.Generator().manual_seed(seed_of(f"windlass/init/{seed}/{name}"))
+        assign(parameter, owner.initial_value(name, whole_shape(parameter), generator))

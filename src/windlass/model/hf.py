@@ -26,9 +26,9 @@ from windlass.model.loss import (
     Piece,
     SourceSums,
     Tail,
+    TiedLookup,
     cross_entropy_of_logits,
     cross_entropy_sum,
-    look_up,
     one_gradient,
 )
 from windlass.model.quantised import Linear4bit, raised
@@ -97,10 +97,8 @@ class HfModel(nn.Module):
             hf_network.add_rows(template, self.vocab)
             blocks = hf_network.find_blocks(template)
             hf_files.fill_from_seed(tensors, template, blocks, seed)
-        else:
-            self._read_files(tensors, directory or hf_files.weights_directory(self))
-
-    def _read_files(self, tensors: dict[str, Tensor], directory: Path) -> None:
+            return
+        directory = directory or hf_files.weights_directory(self)
         files = hf_files.WeightFiles(directory, remote_code=self.settings.trust_remote_code)
         prefix = str(self.model.base_model_prefix)
         for path, module in self.model.named_modules():
@@ -116,13 +114,6 @@ class HfModel(nn.Module):
         ends = hf_network.end_names(self.model) if self.added else []
         longer = [f"{name}.{kind}" for name in ends for kind in ("weight", "bias")]
         hf_files.fill_from_files(tensors, files, prefix, longer)
-
-    def choose_attention(self, documents: Documents | None) -> None:
-        wanted = self.plain
-        if documents is not None and documents.positions.device.type == "cuda":
-            wanted = hf_network.attention_within_documents(self.model, self.plain)
-        if self.config._attn_implementation != wanted:
-            self.model.set_attn_implementation(wanted)
 
     def blocks(self) -> list[nn.Module]:
         return hf_network.find_blocks(self.model)
@@ -146,7 +137,11 @@ class HfModel(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`."""
-        self.choose_attention(documents)
+        attention = self.plain
+        if documents is not None and documents.positions.device.type == "cuda":
+            attention = hf_network.attention_within_documents(self.model, self.plain)
+        if self.config._attn_implementation != attention:
+            self.model.set_attn_implementation(attention)
         if cache is not None:
             return cache.read(tokens)
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
@@ -159,9 +154,16 @@ class HfModel(nn.Module):
         if self.head_form is not None:  # the loss has the head
             network, weight = self.model.base_model, head.weight  # whole inside the root's forward
             if self.looks_up(weight):
-                given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
-        if self.training:
-            self.prepare_training(given)
+                ids = given.pop("input_ids")
+                given["inputs_embeds"], weight = TiedLookup.apply(weight, ids)
+        if self.training and self.balance:
+            given["output_router_logits"] = True
+        if self.training and self.settings.neftune_alpha:
+            rows = given.get("inputs_embeds")
+            if rows is None:
+                rows = self.model.get_input_embeddings()(given.pop("input_ids"))
+            bound = self.settings.neftune_alpha / math.sqrt(rows.shape[1] * rows.shape[2])
+            given["inputs_embeds"] = rows + torch.empty_like(rows).uniform_(-bound, bound)
         with without_reads(documents):
             output = network(**given)
         if self.head_form is None:
@@ -190,17 +192,6 @@ class HfModel(nn.Module):
         plain = type(table) is nn.Embedding and table.padding_idx is None
         hooked = table._forward_hooks or table._forward_pre_hooks
         return tied and plain and not hooked and one_gradient(weight)
-
-    def prepare_training(self, given: dict[str, Any]) -> None:
-        """Add NEFTune's noise to the arguments of a pass, and a request for the routers."""
-        if self.balance:
-            given["output_router_logits"] = True
-        if self.settings.neftune_alpha:
-            rows = given.get("inputs_embeds")
-            if rows is None:
-                rows = self.model.get_input_embeddings()(given.pop("input_ids"))
-            bound = self.settings.neftune_alpha / math.sqrt(rows.shape[1] * rows.shape[2])
-            given["inputs_embeds"] = rows + torch.empty_like(rows).uniform_(-bound, bound)
 
     def balanced(self, loss: Tensor, output: Any, labels: Tensor) -> Tensor:
         """The summed loss with the gradient of the routers' balancing loss, once for each label."""

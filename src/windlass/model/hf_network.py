@@ -175,10 +175,8 @@ def tensor_plan(model: Any, ranks: int) -> dict[str, str]:
     parameters = [name for name, _ in model.named_parameters()]
     if any(".lora_" in name for name in parameters):
         reject("Windlass does not divide a model with adapters (model.lora)")
-    ends = (
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-    )  # cut by vocabulary, or whole
+    # Both are cut by vocabulary, or whole.
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
     names = [name for name, module in modules.items() if module not in ends] + parameters
     patterns = getattr(model, "_tp_plan", None) or {}
     styles = {name: patterns.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), "") for name in names}

@@ -247,19 +247,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 7)
 
 
-def look_up(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows [..., D] of tokens [...] in a table [V, D], and the table for the head's loss."""
-    return _Tied.apply(table, tokens)  # type: ignore[no-any-return]
-
-
 def one_gradient(table: Tensor) -> bool:
     """Whether a table should get one gradient: it is trained, and not rounded to half precision."""
     trains = torch.is_grad_enabled() and table.requires_grad
     return trains and table.dtype in (torch.float32, torch.float64)
 
 
-class _Tied(torch.autograd.Function):
-    """Adds the rows to the head's gradient in place; autograd would add two gradients [V, D]."""
+class TiedLookup(torch.autograd.Function):
+    """The rows [..., D] of tokens [...] in a table [V, D], and the table for the head's loss.
+
+    It adds the rows to the head's gradient in place; autograd would add two gradients [V, D].
+    """
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

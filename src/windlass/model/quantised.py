@@ -6,10 +6,9 @@ A copy of a frozen matrix in the precision of a pass lives only during a product
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,39 +36,35 @@ def lower_frozen(model: nn.Module, settings: ModelSettings, directory: Path) -> 
         wanted = "bf16" if "bfloat16" in named else "fp32"
     if wanted != "bf16":
         return
-    parts = {module: bf16_part(module) for module in model.modules()}
-    for module in list(parts):
+    parts = dict[nn.Module, type[nn.Module] | None]()  # None: all parameters stay float32
+    for module in model.modules():
+        kind, name = type(module), type(module).__name__
+        if module in parts:
+            continue
+        if kind is nn.Linear or name == "Conv1D":
+            parts[module] = Bf16Linear
+        elif kind is nn.Embedding or name.endswith("ScaledWordEmbedding"):
+            parts[module] = Bf16Embedding
+        else:
+            parts[module] = Bf16Experts if name.endswith("Experts") else None
         # `peft` adds the product of an expert's adapter to the matrix, in the matrix's precision.
-        if type(module).__name__ == "ParamWrapper":
-            parts[module.get_base_layer()] = None  # type: ignore[operator]
+        if name == "ParamWrapper":
+            parts[module.get_base_layer()] = None
     others = [p for m, part in parts.items() if part is None for p in m._parameters.values()]
     stay = {id(parameter) for parameter in others}  # a head tied to another kind of embedding
     lowered: dict[nn.Parameter, nn.Parameter] = {}
     for module, part in parts.items():
-        if part is None:
-            continue
         dimensions = 3 if part is Bf16Experts else 2
-        matrices = {
-            name: p
-            for name, p in module._parameters.items()
-            if p is not None and p.dim() == dimensions and not p.requires_grad and id(p) not in stay
-        }
-        for name, matrix in matrices.items():
-            if matrix not in lowered:
-                lowered[matrix] = nn.Parameter(matrix.detach().to(BF16), requires_grad=False)
-            module._parameters[name] = lowered[matrix]
-        if matrices:
+        has_low = False
+        for name, p in module._parameters.items() if part else ():
+            if p is None or p.dim() != dimensions or p.requires_grad or id(p) in stay:
+                continue
+            if p not in lowered:
+                lowered[p] = nn.Parameter(p.detach().to(BF16), requires_grad=False)
+            module._parameters[name] = lowered[p]
+            has_low = True
+        if part and has_low:
             become(module, part)
-
-
-def bf16_part(module: nn.Module) -> type[nn.Module] | None:
-    """The class that a module with matrices in bf16 needs; None if they stay float32."""
-    kind = type(module)
-    if kind is nn.Linear or kind.__name__ == "Conv1D":
-        return Bf16Linear
-    if kind is nn.Embedding or kind.__name__.endswith("ScaledWordEmbedding"):
-        return Bf16Embedding
-    return Bf16Experts if kind.__name__.endswith("Experts") else None
 
 
 def lower_trained(model: nn.Module) -> None:
@@ -205,86 +200,50 @@ def _bitsandbytes() -> Any:
     return importlib.import_module("bitsandbytes.functional")
 
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of both sizes of every operand, for the kernels of cuBLAS
 FLOAT8_CAPABILITY = (8, 9)  # Ada and Hopper are the first GPUs with units for float8
 NARROWEST = 128  # a smaller matrix gains nothing: adapters, the routers of experts
 
 
-class Float8(NamedTuple):
-    """A matrix, `scale * values`; a number that is not finite makes every product with it so."""
+class TrainedInFloat8(nn.Module):
+    """A linear layer of torchao that evaluates in the precision of a pass; comes before its class.
 
-    values: Tensor  # in float8, in rows
-    scale: Tensor  # float32
+    It rounds its input before torchao does, whose backward pass then needs one byte a number.
+    """
 
-    @property
-    def transposed(self) -> Float8:
-        return Float8(self.values.T.contiguous(), self.scale)
-
-
-def to_float8(x: Tensor, dtype: torch.dtype) -> Float8:
-    largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
-    scale = largest.clamp(min=1e-12) / torch.finfo(dtype).max
-    return Float8((x.float() / scale).to(dtype, memory_format=torch.contiguous_format), scale)
-
-
-def float8_product(a: Float8, b: Float8, fast: bool = False) -> Tensor:
-    """The product a @ b.T in bf16, of [M, K] and [N, K]; `fast`: a GPU may sum in fewer bits."""
-    if a.values.device.type == "cpu":  # torch's own kernel takes minutes
-        with torch.autocast("cpu", enabled=False):
-            return (a.values.float() @ b.values.float().T * (a.scale * b.scale)).bfloat16()
-    return torch._scaled_mm(
-        a.values,
-        b.values.T,
-        scale_a=a.scale,
-        scale_b=b.scale,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
-    )
-
-
-class Float8Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        a = to_float8(x, E4M3)
-        ctx.save_for_backward(a.values, a.scale, w)
-        # FSDP2 gathers weights in bf16; every strategy multiplies the same numbers.
-        return float8_product(a, to_float8(w.bfloat16(), E4M3), fast=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        values, scale, w = ctx.saved_tensors
-        g = to_float8(grad, E5M2)
-        of_x = of_w = None
-        if ctx.needs_input_grad[0]:
-            of_x = float8_product(g, to_float8(w.bfloat16(), E4M3).transposed)
-        if ctx.needs_input_grad[1]:
-            of_w = float8_product(g.transposed, Float8(values, scale).transposed).to(w.dtype)
-        return of_x, of_w
-
-
-class Float8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        # The kernel for the weights' gradient takes a multiple of MULTIPLE tokens.
-        if not self.training or x[..., 0].numel() % MULTIPLE:
-            return super().forward(x)
-        y = Float8Product.apply(x.flatten(0, -2).bfloat16(), self.weight)
-        y = y.unflatten(0, x.shape[:-1])
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+        layer: Any = self
+        if not self.training:
+            return F.linear(x, layer.weight, layer.bias)
+        dtype = layer.config.cast_config_input.target_dtype
+        x = x.to(product_dtype(x))
+        return super().forward(hp_tensor_to_float8_dynamic(x, dtype, layer.linear_mm_config))
 
 
 def use_float8(blocks: list[nn.Module], device: torch.device) -> None:
-    """Have the linear layers of `blocks` multiply in float8, in place; UserError if none can."""
+    """Have the linear layers of `blocks` multiply in float8 in training, in place; UserError if
+    none can. torchao emulates float8 on a CPU."""
+    setting = 'train.precision = "float8"'
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         problem = f"{torch.cuda.get_device_name(device)} is older than Ada and Hopper"
-        raise UserError(f'train.precision = "float8": {problem}: write "auto"')
-    count = 0
-    for module in [module for block in blocks for module in block.modules()]:
-        if type(module) is nn.Linear:
-            sizes = module.in_features, module.out_features
-            if min(sizes) >= NARROWEST and not any(size % MULTIPLE for size in sizes):
-                module.__class__ = Float8Linear
-                count += 1
-    if not count:
+        raise UserError(f'{setting}: {problem}: write "auto"')
+
+    def fits(module: Any, name: str) -> bool:
+        sizes = module.in_features, module.out_features
+        wide = min(sizes) >= NARROWEST and not any(size % MULTIPLE for size in sizes)
+        return type(module) is nn.Linear and wide
+
+    # `pad_inner_dim`: rows whose number MULTIPLE does not divide.
+    config = Float8LinearConfig(emulate=device.type == "cpu", pad_inner_dim=True)
+    convert_to_float8_training(nn.ModuleList(blocks), module_filter_fn=fits, config=config)
+    inside = [module for block in blocks for module in block.modules()]
+    converted = [module for module in inside if hasattr(module, "linear_mm_config")]
+    if not converted:
         problem = f"no linear layer of a block has sizes from {NARROWEST} that {MULTIPLE} divides"
-        raise UserError(f'train.precision = "float8": {problem}: write "auto"')
+        raise UserError(f'{setting}: {problem}: write "auto"')
+    for module in converted:
+        become(module, TrainedInFloat8)

@@ -19,20 +19,15 @@ class Parameters:
 
     embedding: int  # the token table; when the head is tied it is the head's matrix too
     positions: int  # the table of learned positions
-    attention: int  # query, key, value and output projections of all blocks
-    feed_forward: int
-    norms: int  # before each sub-layer, and the final one
+    block: int  # one of the blocks
+    norm: int  # the final one
+    non_embedding: int  # the blocks and the final norm (N of arXiv 2001.08361)
     head: int  # its own matrix; 0 for a tied head
     tied: bool = False  # whether the head is the embedding's transpose
 
     @property
     def total(self) -> int:
         return self.embedding + self.positions + self.non_embedding + self.head
-
-    @property
-    def non_embedding(self) -> int:
-        """Parameters of the blocks and the final norm (N of arXiv 2001.08361)."""
-        return self.attention + self.feed_forward + self.norms
 
     @property
     def multiplied(self) -> int:
@@ -46,12 +41,13 @@ def count(settings: ModelSettings, vocab: int) -> Parameters:
     # A bias is one more column of inputs.
     attention = 2 * (m.width + m.attn_bias) * (m.width + kv)
     feed_forward = ups * (m.width + m.ff_bias) * m.ff_width_ + (m.ff_width_ + m.ff_bias) * m.width
+    block = attention + feed_forward + 2 * norm
     return Parameters(
         embedding=vocab * m.width,
         positions=m.context * m.width if m.position == "learned" else 0,
-        attention=m.layers * attention,
-        feed_forward=m.layers * feed_forward,
-        norms=(2 * m.layers + m.final_norm) * norm,
+        block=block,
+        norm=m.final_norm * norm,
+        non_embedding=m.layers * block + m.final_norm * norm,
         head=0 if m.tie_head else vocab * m.width,
         tied=m.tie_head,
     )
@@ -62,13 +58,6 @@ def block_matrices(settings: ModelSettings) -> int:
     m, kv = settings, settings.width // settings.heads * settings.kv_heads_
     ups = 2 if m.activation == "swiglu" else 1
     return 2 * m.width * (m.width + kv) + (ups + 1) * m.width * m.ff_width_
-
-
-def block_parameters(settings: ModelSettings) -> int:
-    """Parameters of one block: the unit of sharding, checkpointing and compilation."""
-    parts = count(settings, vocab=0)
-    final = parts.norms // (2 * settings.layers + 1) if settings.final_norm else 0
-    return (parts.non_embedding - final) // settings.layers
 
 
 def unit_blocks(blocks: int, parameters: int) -> int:

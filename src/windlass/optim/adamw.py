@@ -75,16 +75,14 @@ SCALE = "_scale"  # after the name of a moment in 8 bits: the factors of its blo
 ROOT = "exp_avg_sq_root"
 
 
-def block_of(p: Tensor) -> int:
-    """The numbers of a parameter that share a scale in 8-bit moments; 0: it has other moments."""
-    is_small = p.dim() < 2 or whole_shape(p).numel() < SMALLEST
-    return 0 if is_small else block_of_moments(p.shape[-1])
-
-
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """A parameter's state before its first update, as torch's AdamW has it, or in 8 bits."""
+    """A parameter's state before its first update: Muon's, torch's AdamW's, or in 8 bits."""
+    if group["muon"]:
+        return {"momentum_buffer": torch.zeros_like(p)}
     step = torch.zeros((), dtype=torch.float32, device=p.device)
-    if not (block := block_of(p) if group.get("eight_bit") else 0):
+    eight_bit = group["eight_bit"] and p.dim() > 1 and whole_shape(p).numel() >= SMALLEST
+    block = block_of_moments(p.shape[-1]) if eight_bit else 0
+    if not block:
         return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     state = {"step": step}
     for name in ("exp_avg", ROOT):
@@ -101,7 +99,9 @@ def update(
     found_inf: Tensor | None,
 ) -> None:
     """Update parameters of a group that have gradients, on the device."""
-    beta1, beta2 = group["betas"]
+    how: dict[str, Any] = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    how |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+    how |= {"amsgrad": False, "maximize": False, "grad_scale": grad_scale}
     by_kind: dict[Any, list[tuple[str, Tensor, dict[str, Tensor]]]] = {}
     for (name, p), state in zip(named, states, strict=True):
         by_kind.setdefault((p.device, p.dtype, ROOT in state), []).append((name, p, state))
@@ -109,17 +109,7 @@ def update(
         steps = [state["step"] for *_, state in same]
         bad = found_inf if found_inf is None else found_inf.to(device)
         torch._foreach_add_(steps, 1)
-        how = {
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": group["weight_decay"],
-            "eps": group["eps"],
-            "amsgrad": False,
-            "maximize": False,
-            "grad_scale": grad_scale,
-            "found_inf": bad,
-        }
+        how["found_inf"] = bad
         if dtype == torch.bfloat16 or eight_bit:
             for name, p, state in same:
                 _update_in_float32(group, name, p, state, how)

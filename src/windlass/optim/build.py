@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.errors import UserError, did_you_mean, first_line, plural
 from windlass.model.sharding import blocks_of, cut_of, whole_shape, with_cut
-from windlass.optim.muon import MuonAdamW, new_state
+from windlass.optim.adamw import new_state
+from windlass.optim.muon import MuonAdamW
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.recipe.settings import OptimSettings
 
@@ -63,14 +64,13 @@ def build_optimizer(
         raise UserError(f"{problem}: set requires_grad of some to True")
     library = library_optimizer(settings)
     mesh, rows = replicas if shard_state else None, dict[nn.Parameter, nn.Parameter]()
-    is_fused = library is None or settings.options.get("fused")
     names = {p: name for name, p in model.named_parameters()}
     for g in groups:
         if library is None:
             g["names"] = [names[p] for p in g["params"]]
         if mesh is not None:
-            # see LINE_BYTES
-            any_row = not (device_type == "cpu" and is_fused) or g.get("muon", False)
+            fused_on_cpu = device_type == "cpu" and (not library or settings.options.get("fused"))
+            any_row = not fused_on_cpu or g.get("muon", False)  # see LINE_BYTES
             for p in g["params"]:
                 part = own_rows(p, mesh, placement(p, mesh, any_row))
                 rows[p] = with_cut(nn.Parameter(part), cut_of(p))
@@ -81,7 +81,7 @@ def build_optimizer(
             momentum=settings.muon_momentum,
             betas=settings.betas,
             # muP: all gradients shrink as the width grows (arXiv 2203.03466, B.3).
-            eps=settings.eps / width_multiple(model),
+            eps=settings.eps / getattr(model, "width_multiple", 1.0),
             eight_bit=settings.kind == "adamw8bit",
             seed=seed,
             device_type=device_type,
@@ -94,11 +94,6 @@ def build_optimizer(
     else:
         optimizer = library(groups, lr=settings.lr, **settings.options)
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
-
-
-def width_multiple(model: Any) -> float:
-    """Width / base width of a model with muP, else 1."""
-    return float(getattr(model, "width_multiple", 1.0))
 
 
 def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
@@ -114,29 +109,33 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     at any width (arXiv 2405.13698). Muon's update has the right size at any width (arXiv
     2310.17813), because its spectral norm does not depend on it: its groups stay.
     """
-    multiple, is_muon = width_multiple(model), settings.kind == "muon"
-    inside = set[nn.Parameter]()  # the matrices in blocks
+    multiple, is_muon = getattr(model, "width_multiple", 1.0), settings.kind == "muon"
+    inside, decay = set[nn.Parameter](), settings.weight_decay
     if is_muon or multiple != 1:
         for block in blocks_of(model) or ():  # `parallelize` rejects a model without blocks
             inside |= {p for p in block.parameters() if p.ndim == 2}
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for p in names if p in inside]
     rest = [p for p in names if p not in inside]
-    if not is_muon:
-        groups = _split_by_decay(rest, settings, settings.lr, "")
-        slow = _split_by_decay(matrices, settings, settings.lr / multiple, "hidden.")
-        for g in slow:
-            g["weight_decay"] *= multiple
-        return [*groups, *slow]
+    # The prefix of the groups' names, their parameters, peak learning rate and weight decay.
+    sets = [("", rest, settings.lr, decay)]
+    sets += [("hidden.", matrices, settings.lr / multiple, decay * multiple)]
+    if is_muon:
+        sets = [("muon.", matrices, settings.muon_lr, decay), ("adamw.", rest, settings.lr, decay)]
+    groups = list[ParameterGroup]()
+    for prefix, parameters, lr, some_decay in sets:
+        everything = settings.decay_on == "all"  # else matrices, by their dimensions in the whole
+        decayed = [p for p in parameters if everything or p.ndim >= 2]
+        others = [p for p in parameters if not everything and p.ndim < 2]
+        for kind, params, own in (("decay", decayed, some_decay), ("no_decay", others, 0.0)):
+            group = {"name": prefix + kind, "params": params, "base_lr": lr, "lr": lr}
+            groups += [group | {"weight_decay": own}] if params else []
     split = getattr(model, "matrix_parts", lambda name: ())
-    orthogonalised = _split_by_decay(matrices, settings, settings.muon_lr, "muon.")
-    for g in orthogonalised:
-        g["muon"] = True
-        g["parts"] = [tuple(split(names[p])) or (whole_shape(p)[0],) for p in g["params"]]
-    groups = _split_by_decay(rest, settings, settings.lr, "adamw.")
-    for g in groups:
-        g["muon"] = False
-    return [*orthogonalised, *groups]
+    for g in groups if is_muon else ():
+        g["muon"] = g["name"].startswith("muon.")
+        if g["muon"]:
+            g["parts"] = [tuple(split(names[p])) or (whole_shape(p)[0],) for p in g["params"]]
+    return groups
 
 
 def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
@@ -157,18 +156,3 @@ def describe_groups(groups: list[dict[str, Any]]) -> str:
         + f", lr {g['lr']:.3g}" * differ
         for g in groups
     )
-
-
-def _split_by_decay(
-    parameters: list[nn.Parameter], settings: OptimSettings, lr: float, prefix: str
-) -> list[ParameterGroup]:
-    """One or two groups; `optim.decay_on = "matrices"` decays two and more (global) dimensions."""
-    split: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": []}
-    for p in parameters:
-        split["decay" if settings.decay_on == "all" or p.ndim >= 2 else "no_decay"].append(p)
-    common, decay = {"base_lr": lr, "lr": lr}, {"decay": settings.weight_decay, "no_decay": 0.0}
-    return [
-        {"name": prefix + k, "params": ps, **common, "weight_decay": decay[k]}
-        for k, ps in split.items()
-        if ps
-    ]

@@ -11,7 +11,7 @@ one stack: a small matrix takes less time than the start of its kernels on a GPU
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -55,8 +55,8 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> list[Tensor]:
-    """The values of matrices, orthogonalised; equal shapes in one stack. The ranks of `tp` gather
-    each matrix that they cut, and each keeps its part of the result."""
+    """The values of matrices, orthogonalised. The ranks of `tp` gather each matrix that they cut,
+    and each keeps its part of the result."""
     pieces, by_shape = list[Tensor](), dict[tuple[int, ...], list[int]]()
     for matrix, x in zip(matrices, values, strict=True):
         cut = cut_of(matrix.parameter)
@@ -65,24 +65,19 @@ def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> l
     for i, x in enumerate(pieces):
         by_shape.setdefault((min(x.shape), max(x.shape)), []).append(i)
     for same in by_shape.values():
-        stacked = orthogonalise_equal([pieces[i] for i in same])
-        for i, x in zip(same, stacked, strict=True):
-            pieces[i] = x
-    left, results = iter(pieces), list[Tensor]()
+        if len(same) == 1:
+            pieces[same[0]] = orthogonalise(pieces[same[0]], pieces[same[0]].dtype)
+            continue
+        wide = [pieces[i].T if pieces[i].size(0) > pieces[i].size(1) else pieces[i] for i in same]
+        results = orthogonalise(torch.stack(wide), wide[0].dtype)
+        for i, x in zip(same, results, strict=True):
+            pieces[i] = x if x.shape == pieces[i].shape else x.T
+    left, updates = iter(pieces), list[Tensor]()
     for matrix in matrices:
         parts, cut = list(islice(left, len(matrix.parts))), cut_of(matrix.parameter)
         x = torch.cat(parts) if len(parts) > 1 else parts[0]
-        results.append(cut.take(x) if cut else x)
-    return results
-
-
-def orthogonalise_equal(matrices: list[Tensor]) -> list[Tensor]:
-    """Matrices of one shape, or its transpose, orthogonalised as one stack."""
-    if len(matrices) == 1:
-        return [orthogonalise(matrices[0], matrices[0].dtype)]
-    stack = torch.stack([x.T if x.size(0) > x.size(1) else x for x in matrices])
-    results = orthogonalise(stack, stack.dtype)
-    return [x if x.shape == like.shape else x.T for x, like in zip(results, matrices, strict=True)]
+        updates.append(cut.take(x) if cut else x)
+    return updates
 
 
 def update_scale(shape: Sequence[int]) -> float:
@@ -150,46 +145,21 @@ class MuonAdamW(torch.optim.Optimizer):
             named = [(g["names"][i], g["params"][i]) for i in present]
             for _, p in named:
                 if not self.state[p]:
-                    self.state[p] = new_state(p, g)
+                    self.state[p] = adamw.new_state(p, g)
             if not g["muon"]:
                 states = [self.state[p] for _, p in named]
                 adamw.update(g, named, states, self.grad_scale, self.found_inf)
-                continue
-            if self.grad_scale is not None and named:
-                torch._foreach_mul_([local_part(p.grad) for _, p in named], 1 / self.grad_scale)
-            self._muon(g, [Matrix(*named[n], tuple(g["parts"][i])) for n, i in enumerate(present)])
+            elif named:
+                if self.grad_scale is not None:
+                    torch._foreach_mul_([local_part(p.grad) for _, p in named], 1 / self.grad_scale)
+                self._muon(g, [Matrix(*named[n], g["parts"][i]) for n, i in enumerate(present)])
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
         # Equal shapes together, for stacks, and for equal work of the ranks.
         matrices.sort(key=lambda matrix: whole_shape(matrix.parameter))
-        bad = None
-        if self.found_inf is not None and matrices:
-            bad = self.found_inf.to(local_part(matrices[0].parameter).device) > 0
-        ahead = (self._momentum(matrix.parameter, g, bad) for matrix in matrices)
-        for (name, p, parts), x in zip(
-            matrices, self._orthogonalised(matrices, ahead), strict=True
-        ):
-            weight, scale = local_part(p), update_scale((max(parts), whole_shape(p)[1]))
-            wide = weight.float() if weight.dtype == torch.bfloat16 else weight
-            new = wide * (1 - g["lr"] * g["weight_decay"])
-            new.add_(x.to(wide), alpha=-g["lr"] * scale)
-            if wide is not weight:
-                new = rounded(new, random_bits(rounding_key(g, name), *places(p)), BF16_DROPPED)
-            weight.copy_(unless(bad, new, weight))
-
-    def _momentum(self, p: Tensor, g: dict[str, Any], bad: Tensor | None) -> Tensor:
-        """Move this rank's part of a momentum towards the gradient, and look one step ahead."""
-        rate = g["momentum"]
-        gradient, momentum = local_part(p.grad), local_part(self.state[p]["momentum_buffer"])
-        gradient = unless(bad, gradient, momentum)  # the momentum stays
-        momentum.lerp_(gradient, 1 - rate)
-        return gradient.lerp(momentum, rate)
-
-    def _orthogonalised(self, matrices: list[Matrix], ahead: Iterator[Tensor]) -> Iterator[Tensor]:
-        """This rank's part of each orthogonalised update, in order; a few matrices at a time."""
-        if not matrices:
-            return
-        first = matrices[0].parameter
+        first, rate, bad = matrices[0].parameter, g["momentum"], None
+        if self.found_inf is not None:
+            bad = self.found_inf.to(local_part(first).device) > 0
         dtype = self.dtype or torch.promote_types(first.dtype, torch.float32)
         sharded, group = is_sharded(first), self.group
         if sharded:
@@ -200,67 +170,74 @@ class MuonAdamW(torch.optim.Optimizer):
         largest = max(whole_shape(matrix.parameter).numel() for matrix in matrices)
         size = world * max(1, self.at_once // largest)
         for start in range(0, len(matrices), size):
-            batch = matrices[start : start + size]
-            values = [x.to(self.device_type, dtype) for x in islice(ahead, len(batch))]
+            batch, values = matrices[start : start + size], list[Tensor]()
+            for _, p, _ in batch:  # this rank's parts: momenta towards gradients, one step ahead
+                momentum = local_part(self.state[p]["momentum_buffer"])
+                gradient = unless(bad, local_part(p.grad), momentum)  # the momentum stays
+                momentum.lerp_(gradient, 1 - rate)
+                values.append(gradient.lerp(momentum, rate).to(self.device_type, dtype))
             if sharded:
-                yield from self._sharded(batch, values, group)
+                updates = _of_shards(batch, values, group)
             elif world > 1:
-                yield from self._replicated(batch, values, group)
+                updates = _of_replicas(batch, values, group)
             else:
-                yield from orthogonalise_all(batch, values)
+                updates = orthogonalise_all(batch, values)
+            for (name, p, parts), x in zip(batch, updates, strict=True):
+                weight, scale = local_part(p), update_scale((max(parts), whole_shape(p)[1]))
+                wide = weight.float() if weight.dtype == torch.bfloat16 else weight
+                new = wide * (1 - g["lr"] * g["weight_decay"])
+                new.add_(x.to(wide), alpha=-g["lr"] * scale)
+                if wide is not weight:
+                    new = rounded(new, random_bits(rounding_key(g, name), *places(p)), BF16_DROPPED)
+                weight.copy_(unless(bad, new, weight))
 
-    def _sharded(
-        self, batch: list[Matrix], local: list[Tensor], group: dist.ProcessGroup
-    ) -> list[Tensor]:
-        """Each rank collects its matrices, orthogonalises them and sends the rows back. One
-        dimension of the mesh cuts every matrix, by rows; matrix i is rank i's, modulo its ranks."""
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
-        mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
-        out, pieces = [sum(x.numel() for x in part) for part in owned], list[list[int]]()
-        for matrix in mine:
-            height, width = matrix.parameter.shape
-            pieces.append([len(rows_of_rank(height, world, r)) * width for r in range(world)])
-        into = [sum(one[r] for one in pieces) for r in range(world)]
-        sent = torch.cat([x.reshape(-1) for part in owned for x in part])
-        flat, back = sent.new_empty(sum(into)), sent.new_empty(sum(out))
-        dist.all_to_all_single(flat, sent, into, out, group=group)
-        # Every rank's piece of the first matrix, of the second, ...
-        received = flat.split([one[r] for r in range(world) for one in pieces]) if mine else ()
-        wholes = [
-            torch.cat(received[i :: len(mine)]).view(matrix.parameter.shape)
-            for i, matrix in enumerate(mine)
-        ]
-        new = orthogonalise_all(mine, wholes)
-        split = [x.reshape(-1).split(sizes) for x, sizes in zip(new, pieces, strict=True)]
-        returned = [one[r] for r in range(world) for one in split]
-        dist.all_to_all_single(back, torch.cat([flat[:0], *returned]), out, into, group=group)
-        updates = list(local)
-        for r, part in enumerate(back.split(out)):
-            sizes = [x.numel() for x in owned[r]]
-            pairs = zip(part.split(sizes), owned[r], strict=True) if sizes else ()
-            updates[r::world] = [x.view(like.shape) for x, like in pairs]
-        return updates
 
-    def _replicated(
-        self, batch: list[Matrix], values: list[Tensor], group: dist.ProcessGroup
-    ) -> Iterator[Tensor]:
-        """Equal plain tensors on all ranks: each orthogonalises a part and broadcasts it."""
-        rank, world, works = dist.get_rank(group), dist.get_world_size(group), list[Any]()
-        updates = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
-        new = orthogonalise_all(batch[rank::world], values[rank::world])
-        updates[rank::world] = [x.contiguous() for x in new]
-        for i, x in enumerate(updates):
-            works.append(dist.broadcast(x, group=group, group_src=i % world, async_op=True))
-        for update, work in zip(updates, works, strict=True):
-            work.wait()
-            yield update
+def _of_shards(batch: list[Matrix], local: list[Tensor], group: Any) -> list[Tensor]:
+    """Each rank collects its matrices, orthogonalises them and sends the rows back. One dimension
+    of the mesh cuts every matrix, by rows; matrix i is rank i's, modulo its ranks."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
+    out, pieces = [sum(x.numel() for x in part) for part in owned], list[list[int]]()
+    for matrix in mine:
+        height, width = matrix.parameter.shape
+        pieces.append([len(rows_of_rank(height, world, r)) * width for r in range(world)])
+    into = [sum(one[r] for one in pieces) for r in range(world)]
+    sent = torch.cat([x.reshape(-1) for part in owned for x in part])
+    flat, back = sent.new_empty(sum(into)), sent.new_empty(sum(out))
+    dist.all_to_all_single(flat, sent, into, out, group=group)
+    # Every rank's piece of the first matrix, of the second, ...
+    received = flat.split([one[r] for r in range(world) for one in pieces]) if mine else ()
+    wholes = [
+        torch.cat(received[i :: len(mine)]).view(matrix.parameter.shape)
+        for i, matrix in enumerate(mine)
+    ]
+    new = orthogonalise_all(mine, wholes)
+    split = [x.reshape(-1).split(sizes) for x, sizes in zip(new, pieces, strict=True)]
+    returned = [one[r] for r in range(world) for one in split]
+    dist.all_to_all_single(back, torch.cat([flat[:0], *returned]), out, into, group=group)
+    updates = list(local)
+    for r, part in enumerate(back.split(out)):
+        sizes = [x.numel() for x in owned[r]]
+        pairs = zip(part.split(sizes), owned[r], strict=True) if sizes else ()
+        updates[r::world] = [x.view(like.shape) for x, like in pairs]
+    return updates
+
+
+def _of_replicas(batch: list[Matrix], values: list[Tensor], group: Any) -> list[Tensor]:
+    """Equal plain tensors on all ranks: each orthogonalises a part and broadcasts it."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    updates = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
+    new = orthogonalise_all(batch[rank::world], values[rank::world])
+    updates[rank::world] = [x.contiguous() for x in new]
+    works = [
+        dist.broadcast(x, group=group, group_src=i % world, async_op=True)
+        for i, x in enumerate(updates)
+    ]
+    for work in works:
+        work.wait()
+    return updates
 
 
 def unless(bad: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
     """`new`, or `old` if this step's gradients were not finite; the host does not wait."""
     return new if bad is None else torch.where(bad, old, new)
-
-
-def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """A parameter's state before its first update."""
-    return {"momentum_buffer": torch.zeros_like(p)} if group["muon"] else adamw.new_state(p, group)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import UserError
 from windlass.recipe.settings import ScheduleSettings
-from windlass.recipe.units import Duration, Horizon
+from windlass.recipe.units import Horizon
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -52,17 +52,12 @@ def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:
 
 def check_fits(schedule: ScheduleSettings, horizon: Horizon) -> None:
     """Raise UserError if warm-up and decay are longer than the schedule of a run."""
-    whole = schedule_horizon(schedule, horizon)
-
-    def steps_of(duration: Duration) -> float:
-        if isinstance(duration, float):
-            return duration * whole.steps  # not rounded: 1 % of 10 steps is not a step
-        return whole.steps_in(duration)
-
-    parts = {"warmup": schedule.warmup}
+    whole, parts = schedule_horizon(schedule, horizon), {"warmup": schedule.warmup}
     if schedule.kind == "wsd":
         parts["decay"] = schedule.decay
-    if round(sum(map(steps_of, parts.values())), 6) >= whole.steps + 1:
+    # Fractions are not rounded: 1 % of 10 steps is not a step.
+    steps = [d * whole.steps if isinstance(d, float) else whole.steps_in(d) for d in parts.values()]
+    if round(sum(steps), 6) >= whole.steps + 1:
         keys = " + ".join(f"optim.schedule.{key} = {value}" for key, value in parts.items())
         problem = f"{keys} are longer than the {whole.steps:,} steps of the schedule"
         raise UserError(f"{problem}: shorten them, write shares, as 0.02, or train longer")

@@ -243,6 +243,8 @@ class Recipe(Frozen):
                 require("bitsandbytes", 'model.lora.base = "4bit"')
             if self.model.kernels == "liger":
                 require("liger_kernel", 'model.kernels = "liger"')
+        if self.train.precision == "float8":
+            require("torchao", 'train.precision = "float8"')
         if self.optim.kind.startswith("pytorch_optimizer."):
             require("pytorch_optimizer", f'optim.kind = "{self.optim.kind}"')
         for suite in self.eval.suites:

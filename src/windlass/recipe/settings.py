@@ -67,8 +67,8 @@ class TrainSettings(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "float8"] = "auto"
     """Arithmetic of forward and backward pass; weights are fp32 (see `master`; `fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16. `float8`: bf16, but the
-    blocks' linear layers multiply in float8 in training, for wide models on Ada, Hopper and later
-    GPUs with `compile` (it slows GPT-2 124M); a CPU emulates it."""
+    blocks' linear layers multiply in float8 in training (`torchao`), for wide models on Ada, Hopper
+    and later GPUs with `compile` (it slows GPT-2 124M); a CPU emulates it."""
     master: Literal["fp32", "bf16"] = "fp32"
     """Precision of trained weights, gradients and moments. `bf16`: 8 bytes a weight instead of 16,
     with `precision = "bf16"`; updates are rounded stochastically (arXiv 2010.06192)."""
