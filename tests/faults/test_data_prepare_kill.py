@@ -2,6 +2,7 @@
 bytes are the same, and no process outlives its parent.
 """
 
+import contextlib
 import json
 import random
 import signal
@@ -16,37 +17,29 @@ import pyarrow.parquet as pq
 import pytest
 
 import forked
-from data_fixtures import conversations, jsonl, questions
+from data_fixtures import conversations, documents, jsonl, questions
 from helpers import command
 from windlass.data.corpus import Table
 from windlass.data.shards import Index
 
-WORDS = "the quick brown fox jumps over the lazy dog and goes on to something else entirely".split()
-
-
-def texts(count):
-    return [
-        f"{i} " + " ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 40 + i % 50))
-        for i in range(count)
-    ]
-
 
 def write(folder: Path, kind: str) -> tuple[list[str], int]:
     """Settings of a source, and the items that it has."""
+    texts = [f"{i} {text}" for i, text in enumerate(documents(9000, longest=200))]
     if kind == "text":
-        (folder / "x.txt").write_text("\n".join(texts(9000)))
+        (folder / "x.txt").write_text("\n".join(texts))
         return [f"data.source={folder / 'x.txt'}"], 1
-    if kind == "jsonl":
-        source = jsonl(folder / "x.jsonl", texts(9000))
-    elif kind == "parquet":
-        source = folder / "x.parquet"
-        pq.write_table(pa.table({"text": texts(9000)}), source, row_group_size=1000)
-    elif kind == "chat":
+    if kind == "chat":
         source = conversations(folder / "x.jsonl", 4000)
         return [f"data.source={source}", "data.format=chat", "model.context=2048"], 4000
-    else:
+    if kind == "squad":
         source = questions(folder / "x.json", 1500)
         return [f"data.source=squad:{source}", "data.format=squad"], 7500
+    source = folder / f"x.{kind}"
+    if kind == "jsonl":
+        jsonl(source, texts)
+    else:
+        pq.write_table(pa.table({"text": texts}), source, row_group_size=1000)
     return [f"data.source={source}"], 9000
 
 
@@ -84,13 +77,6 @@ def whole_of(folder: Path, kind: str):
     return settings, content(folder / "whole")
 
 
-def children(process) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.Error:
-        return []
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -116,7 +102,8 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, kind):
         time.sleep(draw.random() * 0.02)
         if process.poll() is not None:
             break
-        orphans += children(process)
+        with contextlib.suppress(psutil.Error):
+            orphans += psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
         kills += 1

@@ -230,12 +230,6 @@ STRANGE = {
         "{{ messages[0].content[:0] }}" + LOOP.replace("BODY", TURN + "{{ m.content }}") + ASK,
         "⟦one<|im_start|>⟧",
     ),
-    # no special token anywhere
-    "text": (
-        LOOP.replace("BODY", "{{ m.role + ': ' + m.content + '\\n' }}")
-        + "{% if add_generation_prompt %}assistant: {% endif %}",
-        "⟦ one\n<|im_end|>⟧user: one\nassistant: one\nuser: one",  # each answer has a row
-    ),
 }
 
 

@@ -1,18 +1,13 @@
-"""Items of files: each kind of file, whole and from the middle; what is wrong with an item, by its
-name and place; and how much memory reading takes.
-"""
+"""Items of files: each kind of file, whole and from the middle; and what is wrong with an item."""
 
 import bz2
 import gzip
 import itertools
 import json
 import lzma
-import subprocess
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 
 from helpers import refused
 from source_helpers import (
@@ -213,44 +208,3 @@ def test_questions_of_squad(tmp_path):
         (tmp_path / "q.json").write_text(content)
         with refused("q.json", "SQuAD"):
             records(source, format="squad")
-
-
-MEASURE = """
-import resource, sys
-from windlass.data.items import text_of
-from windlass.data.recipe_sources import SourceSpec
-from windlass.data.sources import open_source
-spec = SourceSpec(sys.argv[1], sys.argv[1])
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-small, size = SourceSpec(sys.argv[2], sys.argv[2]), 0
-for each in (small, spec):
-    before = peak()
-    for item in open_source(each).items():
-        size += len(text_of(item, each))
-print(peak() - before, size)
-"""
-
-
-@pytest.mark.parametrize("ending", ["txt", "txt.gz", "jsonl", "json", "csv", "parquet"])
-def test_the_memory_of_reading_does_not_grow_with_the_file(ending, tmp_path):
-    """A small file first, so that libraries and buffers are in the measure of neither."""
-    text = "some words of a line, which is as long as others\n" * 20
-    for name, count in (("small", 1_000), ("large", 64_000)):
-        path = tmp_path / f"{name}.{ending}"
-        if ending == "txt":
-            path.write_text(text * count)
-        elif ending == "txt.gz":
-            path.write_bytes(gzip.compress((text * count).encode(), 1))
-        elif ending == "csv":
-            path.write_text("text\n" + f'"{text}"\n' * count)
-        elif ending == "parquet":
-            table = pa.table({"text": [f"{i} {text}" for i in range(count)]})
-            pq.write_table(table, path, row_group_size=count, use_dictionary=False)
-        elif ending == "json":
-            path.write_text(f"[{','.join([json.dumps({'text': text})] * count)}]")
-        else:
-            path.write_text(f"{json.dumps({'text': text})}\n" * count)
-    names = [str(tmp_path / f"{name}.{ending}") for name in ("large", "small")]
-    done = subprocess.run([sys.executable, "-c", MEASURE, *names], capture_output=True, text=True)
-    grown, size = map(int, done.stdout.split()[-2:])
-    assert size > 60_000_000 and grown < 0.5 * size, done.stderr

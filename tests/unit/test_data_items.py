@@ -21,7 +21,6 @@ from windlass.data.recipe_sources import SourceSpec
 from windlass.data.shards import Row
 from windlass.data.tokenizer_kinds import (
     byte_tokenizer,
-    char_tokenizer,
     gpt2_tokenizer,
     hf_tokenizer,
 )
@@ -113,11 +112,6 @@ def test_fields_beside_a_conversation_are_read() -> None:
         {"prompt": TALK[1:2], "completion": TALK[2:], **beside},
     ):
         assert encode(record).tokens.tolist() == expected
-    assert learned(encode({"prompt": TALK[1:2], "completion": TALK[2:], **beside})).startswith(
-        " A cat."
-    )
-    weighted = [TALK[1], {**TALK[2], "weight": 0}, TALK[1], {**TALK[2], "content": "B"}]
-    assert learned(encode({"messages": weighted, **beside})) == " B<|endoftext|>"
     history = {"instruction": "two?", "output": ["2", "two"], "history": [["one?", "1"]]}
     turns = [("user", "one?"), ("assistant", "1"), ("user", "two?"), ("assistant", "2")]
     same = {"messages": [{"role": role, "content": text} for role, text in turns]}
@@ -316,12 +310,6 @@ def test_tools_are_written_as_transformers_writes_them(tmp_path: Path) -> None:
     assert same.tokens.tolist() == expected
 
 
-def test_a_hash_depends_on_the_content_alone() -> None:
-    assert hash64("a") == int.from_bytes(bytes.fromhex("40f89e395b66422f"), "little")
-    assert hash64("a", "b") not in (hash64("ab"), hash64("a"), hash64("b", "a"))
-    assert hash64("\ud800") == hash64("?") and hash64("é") < 2**64
-
-
 # -- questions
 
 
@@ -397,9 +385,6 @@ def test_a_prompt_is_cut_as_training_cuts_and_does_not_know_the_answer(
 def test_a_bad_question_is_named_with_its_place(record, words):
     with refused("s.json, question q1", *words):
         rows_of(Item("s.json, question q1", record), SQUAD)
-    tokenizer = char_tokenizer("Question: What is it? Context: A cat. Answer:", with_eot=False)
-    with refused("data.tokenizer"):
-        rows_of(squad_item("A cat.", "cat"), SQUAD, tokenizer=tokenizer)
 
 
 def article(title: str, count: int) -> dict[str, Any]:

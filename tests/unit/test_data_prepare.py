@@ -4,6 +4,7 @@ was interrupted or extended.
 
 import contextlib
 import errno
+import gzip
 import json
 import random
 import re
@@ -30,11 +31,11 @@ from data_fixtures import (
 )
 from helpers import refused
 from windlass.data.chat import Template
-from windlass.data.corpus import Stream, Table
+from windlass.data.corpus import Stream
 from windlass.data.describe import describe, lines, warnings
-from windlass.data.directory import data_dirs
 from windlass.data.open import open_data
-from windlass.data.prepare import decide, find_prepared, prepare
+from windlass.data.prepare import find_prepared, prepare
+from windlass.data.recipe_sources import data_dirs
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
@@ -215,25 +216,6 @@ def test_extended_it_has_the_bytes_of_one_that_was_prepared_at_once(tmp_path, ki
     assert files_of(tmp_path / "data") == files_of(tmp_path / "whole")
     assert open_data(small).fingerprint == first
     assert open_data(make(tmp_path / "data")).fingerprint == whole.fingerprint
-
-
-def test_a_directory_is_extended_while_another_process_reads_it(tmp_path):
-    source = jsonl(tmp_path / "x.jsonl", documents(600, longest=60))
-    small = recipe_for(source, tmp_path / "data", max_tokens=9000)
-    data = open_data(small)  # opens no shard yet
-    reader = find_prepared(small)
-    wanted = open_data(recipe_for(source, tmp_path / "other", max_tokens=9000)).division
-    open_data(recipe_for(source, tmp_path / "data"))
-    for part in data.division.train[0]:
-        (other,) = wanted.train[0]
-        assert part.corpus.index.tokens < Index.load(part.corpus.directory).tokens
-        assert len(part.corpus.table) == len(other.corpus.table)
-        assert np.array_equal(part.edges, other.edges)
-    rows, more = data.train.read(np.arange(len(data.train))), open_data(small)
-    assert np.array_equal(rows.tokens, more.train.read(np.arange(len(more.train))).tokens)
-    assert more.fingerprint == data.fingerprint
-    (corpus,) = reader.corpora  # opened before, its table read after
-    assert len(corpus.table) < len(Table(corpus.directory, Index.load(corpus.directory)))
 
 
 EXTEND = """
@@ -438,27 +420,6 @@ def test_messages_name_the_source_of_a_mixture(tmp_path):
 # -- sources that change
 
 
-@pytest.mark.parametrize("choice", ["stop", "keep", "prepare"])
-@pytest.mark.parametrize("is_enough", [True, False])
-def test_decisions_about_a_prepared_source(choice, is_enough):
-    def todo(change, is_other):
-        return decide(Path("d"), change, is_other, is_enough, choice)
-
-    assert todo("", False) == ("use" if is_enough else "extend")
-    if choice == "prepare":
-        assert todo("x has changed", False) == todo("", True) == "renew"
-        return
-    for change in ("", "x has changed"):
-        with refused("another tokenizer", "data.dir"):
-            todo(change, True)
-    if choice == "keep" and is_enough:
-        assert todo("x has changed", False) == "use"
-        return
-    with pytest.raises(UserError, match=r'x has changed; .*data\.changed="prepare"') as caught:
-        todo("x has changed", False)
-    assert ('data.changed="keep"' in str(caught.value)) is is_enough
-
-
 def test_a_source_that_changed_stops_a_new_run_with_both_choices(tmp_path):
     source = jsonl(tmp_path / "x.jsonl", documents(200, longest=30))
     recipe = recipe_for(source, tmp_path / "data")
@@ -476,6 +437,12 @@ def test_a_source_that_changed_stops_a_new_run_with_both_choices(tmp_path):
         assert kept.fingerprint == before.fingerprint and not kept.prepared.is_new
         (text,) = warnings(describe(kept))
         assert "x.jsonl has changed" in text and describe(kept)["changed"] == [text]
+    limited = recipe_for(jsonl(tmp_path / "y.jsonl", texts), tmp_path / "data", max_tokens=3000)
+    prepare(limited)
+    jsonl(tmp_path / "y.jsonl", texts[::-1])
+    with pytest.raises(UserError, match="has changed") as caught:  # it lacks tokens
+        prepare(limited.replace("data.changed=keep", "data.max_tokens=0"))
+    assert choices[1] in str(caught.value) and choices[0] not in str(caught.value)
     data = open_data(recipe.replace("data.changed=prepare"))
     assert texts_of(data) == tuple(map(list, reference_split(texts, 0.1)))
     assert open_data(recipe).prepared.changed == []  # from now on
@@ -575,20 +542,23 @@ print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1
 """
 
 
-@pytest.mark.parametrize("ending", ["parquet", "txt", "json"])
+@pytest.mark.parametrize("ending", ["parquet", "txt", "txt.gz", "csv", "json", "jsonl"])
 def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
     """In children, by VmHWM: `ru_maxrss` would be at least the peak of this process before exec."""
     peaks = {}
     for megabytes in (6, 24):
         source, draw = tmp_path / f"{megabytes}.{ending}", random.Random(megabytes)
         texts = [draw.randbytes(2000).hex() for _ in range(250 * megabytes)]
-        if ending == "txt":
-            source.write_text("\n".join(texts))
+        if ending == "parquet":
+            pq.write_table(pa.table({"text": texts}), source)
         elif ending == "json":  # few large items
             items = [{"text": "".join(texts[i : i + 250])} for i in range(0, len(texts), 250)]
             source.write_text(json.dumps(items))
+        elif ending == "jsonl":
+            jsonl(source, texts)
         else:
-            pq.write_table(pa.table({"text": texts}), source)
+            content = "\n".join(["text", *texts]).encode()
+            source.write_bytes(gzip.compress(content, 1) if ending == "txt.gz" else content)
         words = [sys.executable, "-c", PEAK, str(source), str(tmp_path / f"{megabytes}"), "byte"]
         child = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
         peaks[megabytes] = int(child.stdout) / 1024

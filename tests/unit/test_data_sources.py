@@ -5,7 +5,6 @@ import http.server
 import json
 import os
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -13,7 +12,7 @@ from helpers import refused
 from source_helpers import TALK, TEXTS, opened, parquet, read, records, spec_of
 from windlass import hub
 from windlass.data.files import expand
-from windlass.data.sources import changes, describe_source, download, form_of
+from windlass.data.sources import changes, describe_source, download
 from windlass.errors import RunFailed, UserError
 
 
@@ -92,19 +91,6 @@ def test_there_is_no_such_source(tmp_path):
             read(source)
 
 
-def test_the_key_of_a_source_has_what_determines_its_items():
-    plain = spec_of("a.txt")
-    assert plain.key == {"name": "a.txt", "format": "text"} and plain.slug == "a"
-    same = replace(plain, place="/home/a.txt", streaming=True, setting="data.eval_source")
-    assert same.key == plain.key
-    for change in ({"separator": "|"}, {"text_key": "t"}, {"on_bad_item": "skip"}):
-        assert replace(plain, **change).key == plain.key | change
-    assert "python" in spec_of("stdlib").key
-    slugs = {"hf:allenai/c4:en": "c4-en", "squad:a/dev-v1.1.json": "dev-v1", ".": "corpus"}
-    assert {source: spec_of(source).slug for source in slugs} == slugs
-    assert spec_of("https://host/a/Some_File.txt?x=1").slug == "some-file"
-
-
 def test_a_changed_source_is_described_in_words(tmp_path):
     folder, names = tmp_path / "texts", ("a.txt", "b/a.txt", "c.txt")
     (folder / "b").mkdir(parents=True)
@@ -154,13 +140,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def web():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def test_a_download_is_made_once_and_checked(web, tmp_path):
@@ -255,24 +238,3 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_on_record(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", squad)
     (record,) = records("squad", format="squad", split="validation")
     assert record["answers"][1] == {"text": "c", "answer_start": 4} and record["title"] == "T"
-
-
-def test_the_form_of_the_first_item(tmp_path):
-    contents = {
-        "a.txt": "text",
-        "b.jsonl": '{"text": "a"}',
-        "c.jsonl": '{"content": "a", "id": 1}',
-        "d.jsonl": json.dumps(TALK),
-        "e.json": json.dumps([{"instruction": "a", "output": "b"}]),
-        "f.csv": "prompt,completion\na,b\n",
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_text(content)
-    forms = [form_of(str(tmp_path / name), "--data") for name in contents]
-    text, chat = {"format": "text"}, {"format": "chat"}
-    assert forms == [text, text, text | {"text_key": "content"}, chat, chat, chat]
-    assert form_of("stdlib", "--data") == text and form_of("hf:org/name", "--data") == {}
-    assert form_of("squad", "--data") == {"format": "squad"}
-    for source in (f"{tmp_path}/none.txt", f"shards:{tmp_path}/none.bin"):
-        with refused("--data", "no file matches"):
-            form_of(source, "--data")

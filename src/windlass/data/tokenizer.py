@@ -131,11 +131,20 @@ class Tokenizer:
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
         if self.kind == "char":
-            return self._encode_characters(text)
+            points = np.frombuffer(text.encode("utf-32-le", "replace"), "<u4").astype(np.int64)
+            ids: np.ndarray = self._id_of_point[np.minimum(points, len(self._id_of_point) - 1)]
+            if (ids < 0).any():
+                missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
+                raise UserError(f"the character tokenizer's corpus has no {missing}")
+            return ids
         parts, before = [np.zeros(0, np.int64)], valid(before)
         for stretch in stretches(valid(text)):
-            if before and self.kind != "gpt2" and self._marks_start:
-                parts.append(self._encode_after(before, stretch))
+            heads = (before[-TAIL:], "a", "\n") if before and self._marks_start else ()
+            for head in heads:
+                alone, both = self._encode_stretch(head), self._encode_stretch(head + stretch)
+                if np.array_equal(both[: len(alone)], alone):
+                    parts.append(both[len(alone) :])
+                    break
             else:
                 parts.append(self._encode_stretch(stretch))
             before = stretch
@@ -152,28 +161,11 @@ class Tokenizer:
         ids = np.array(encoded.ids, dtype=np.int64)
         return ids if self.eot is None else ids[ids != self.eot]
 
-    def _encode_after(self, before: str, text: str) -> np.ndarray:
-        """The ids of a text that continues another, for a tokenizer that marks starts."""
-        for head in (before[-TAIL:], "a", "\n"):
-            alone, both = self._encode_stretch(head), self._encode_stretch(head + text)
-            if np.array_equal(both[: len(alone)], alone):
-                return both[len(alone) :]
-        return self._encode_stretch(text)
-
     @cached_property
     def _marks_start(self) -> bool:
         """Whether a text has other ids at the start of a text than after a line."""
         line, start, both = (probe_ids(self.inner, text) for text in ("a\n", "b", "a\nb"))
         return line + start != both
-
-    def _encode_characters(self, text: str) -> np.ndarray:
-        raw = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
-        points, id_of = raw.astype(np.int64), self._id_of_point
-        ids: np.ndarray = id_of[np.minimum(points, len(id_of) - 1)]
-        if (ids < 0).any():
-            missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
-            raise UserError(f"the character tokenizer's corpus has no {missing}")
-        return ids
 
     @cached_property
     def _id_of_point(self) -> np.ndarray:
@@ -237,28 +229,8 @@ class Tokenizer:
         The joined texts are encoded together. A token over several pieces has their largest mark.
         """
         pieces = [piece for piece in pieces if piece[0] != ""]
-        if self.kind not in ("byte", "char", "gpt2"):
-            return self._encode_by_offsets(pieces)
-        ids, marks = list[int](), list[int]()
-        for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
-            values, own = zip(*run, strict=True)
-            if is_special:
-                ids += values
-                marks += own
-                continue
-            texts = [text.encode("utf-8", "replace") for text in values]
-            tokens = self.encode(b"".join(texts).decode())
-            ids += tokens.tolist()
-            if len(set(own)) == 1 or not len(tokens):
-                marks += [own[0]] * len(tokens)
-                continue
-            by_byte = np.repeat(own, list(map(len, texts)))
-            starts = np.cumsum(self._sizes[tokens]) - self._sizes[tokens]
-            marks += np.maximum.reduceat(by_byte, starts).tolist()
-        return ids, marks
-
-    def _encode_by_offsets(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
-        """`encode_marked` by the places of the library's tokens in the text."""
+        if self.kind == "char":  # an unknown character raises UserError
+            self.encode("".join(text for text, _ in pieces if isinstance(text, str)))
         library, stand_ins, stand_in_ids = self._stand_ins
         texts = [stand_ins[piece] if isinstance(piece, int) else piece for piece, _ in pieces]
         text = valid("".join(texts))
@@ -303,10 +275,6 @@ class Tokenizer:
             flags = {name: getattr(added[i], name) for name in names}
             copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
         return copy, texts, [copy.token_to_id(text) for text in texts.values()]
-
-    @cached_property
-    def _sizes(self) -> np.ndarray:
-        return self.byte_lengths()
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id without a token (a padded vocabulary) becomes U+FFFD."""

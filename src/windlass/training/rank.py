@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from windlass.checkpoint.base import base_of, fill_base
 from windlass.checkpoint.format import AVERAGE, Checkpoint
 from windlass.checkpoint.state_dict import restore
-from windlass.data.directory import data_dirs
 from windlass.data.open import open_data
+from windlass.data.recipe_sources import data_dirs
 from windlass.data.run_data import Data
 from windlass.data.samples import real_tokens
 from windlass.errors import OutOfMemory, UserError
