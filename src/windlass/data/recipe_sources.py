@@ -17,7 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from windlass.data.tokenizer_kinds import LEARNED
+from windlass.data.tokenizer import LEARNED
 from windlass.errors import UserError
 from windlass.fileio import LockHeld, acquire_lock, locked
 from windlass.recipe import DataSettings, Recipe

@@ -32,6 +32,7 @@ from windlass.data.tokenizer import (
     DESCRIPTION,
     FOLDER,
     JSON_FILE,
+    LEARNED,
     Tokenizer,
     probe_ids,
 )
@@ -59,7 +60,7 @@ def open_tokenizer(
     `tokenizer_files`.
     """
     data = recipe.data
-    is_learned = data.tokenizer in tokenizer_kinds.LEARNED
+    is_learned = data.tokenizer in LEARNED
     specs = [spec for member in members for spec in member.sources]
     saved = dict[str, Path]()  # the folders of copies, by the format of the source
     if not (renew and (is_learned or files)):

@@ -22,6 +22,7 @@ from windlass.errors import UserError
 from windlass.fileio import write_atomic
 
 FOLDER, DESCRIPTION, JSON_FILE = "tokenizer", "windlass.json", "tokenizer.json"
+LEARNED = ("char", "bpe")  # kinds that are learned from the corpus
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "\ufffd"
 ESCAPE = "\ufdd0"  # after each character of a special token's text that is plain text (`chat.py`)
 # GPT-2's cut of a text into words, before it merges pairs (Radford et al. 2019, released code).
@@ -229,8 +230,21 @@ class Tokenizer:
         The joined texts are encoded together. A token over several pieces has their largest mark.
         """
         pieces = [piece for piece in pieces if piece[0] != ""]
-        if self.kind == "char":  # an unknown character raises UserError
-            self.encode("".join(text for text, _ in pieces if isinstance(text, str)))
+        if self.kind in ("byte", "char", "gpt2"):  # by bytes, which is faster
+            all_ids, all_marks = list[int](), list[int]()
+            for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
+                values, by_piece = zip(*run, strict=True)
+                if is_special:
+                    all_ids += values
+                    all_marks += by_piece
+                    continue
+                texts = [text.encode("utf-8", "replace") for text in values]
+                run_ids = self.encode(b"".join(texts).decode())
+                starts = np.cumsum(self._sizes[run_ids]) - self._sizes[run_ids]
+                by_byte = np.repeat(by_piece, list(map(len, texts)))
+                all_ids += run_ids.tolist()
+                all_marks += np.maximum.reduceat(by_byte, starts).tolist()
+            return all_ids, all_marks
         library, stand_ins, stand_in_ids = self._stand_ins
         texts = [stand_ins[piece] if isinstance(piece, int) else piece for piece, _ in pieces]
         text = valid("".join(texts))
@@ -257,6 +271,10 @@ class Tokenizer:
             at = np.isin(ids, stand_in_ids)
             ids[at], marks[at] = zip(*given, strict=True)
         return ids.tolist(), marks.tolist()
+
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return self.byte_lengths()
 
     @cached_property
     def _stand_ins(self) -> tuple[Any, dict[int, str], list[int]]:

@@ -17,6 +17,7 @@ from windlass.data.tokenizer import (
     DESCRIPTION,
     END_OF_TEXT,
     JSON_FILE,
+    LEARNED,
     Description,
     Tokenizer,
     byte_letters,
@@ -25,7 +26,6 @@ from windlass.data.tokenizer import (
 from windlass.errors import UserError, first_line, require
 from windlass.fileio import read_json
 
-LEARNED = ("char", "bpe")  # from the corpus
 GPT2_FILES, GPT2_NAME = ("encoder.json", "vocab.bpe"), "openai-community/gpt2"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # The end of a text in common tokenizers, for a tokenizer without a configuration.
