@@ -105,25 +105,18 @@ def test_another_one_than_the_models_is_refused(tmp_path):
         ids(f"hf:{same_size}")
 
 
-def test_a_model_without_a_tokenizer_asks_for_one(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "text.txt", words=2000)
-    hf_fixtures.config("llama").save_pretrained(tmp_path)
-    data = {"source": str(corpus), "dir": str(tmp_path / "data")}
-    recipe = Recipe.model_validate({"model": {"kind": "hf", "name": str(tmp_path)}, "data": data})
-    with refused("data.tokenizer", "tokenizer.json", "name another"):
-        prepare(recipe)
-    assert prepare(recipe.replace("data.tokenizer=byte")).tokenizer.vocab == 257
-
-
 @pytest.mark.parametrize(
-    ("key", "settings"),
+    ("settings", "words"),
     [
-        ("model.name", {"model.kind": "hf", "model.name": "./nowhere"}),
-        ("data.tokenizer", {"data.tokenizer": "hf:./nowhere"}),
+        ({"model.kind": "hf", "model.name": "./nowhere"}, ("model.name: ", "is not a directory")),
+        ({"data.tokenizer": "hf:./nowhere"}, ("data.tokenizer: ", "is not a directory")),
+        ({"model.kind": "hf", "model.name": "MODEL"}, ("tokenizer.json", "name another")),
     ],
 )
-def test_a_wrong_place_is_answered_with_the_setting_that_names_it(tmp_path, key, settings):
+def test_a_place_without_a_tokenizer_is_named_by_its_setting(tmp_path, settings, words):
+    hf_fixtures.config("llama").save_pretrained(tmp_path)
     corpus = write_corpus(tmp_path / "text.txt", words=200)
     data = {"data.source": str(corpus), "data.dir": str(tmp_path / "data")}
-    with refused(f"{key}: ", "./nowhere is not a directory"):
-        prepare(Recipe.from_dict({**data, **settings}))
+    places = {key: value.replace("MODEL", str(tmp_path)) for key, value in settings.items()}
+    with refused(*words):
+        prepare(Recipe.from_dict({**data, **places}))

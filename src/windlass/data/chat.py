@@ -160,15 +160,10 @@ class Template:
     ) -> list[list[Piece]]:
         """The conversation up to its last answer, in pieces: one row, or a row for each answer.
 
-        If the template has `{% generation %}` blocks, their content has the loss. Otherwise an
-        answer begins after the prompt that the model gets for it, and the last one ends with the
-        text. In some layouts the next turn's first token ends an answer; if no token does, the
-        end-of-text token follows. Each answer has a row, which begins with its prompt, if an
-        earlier one lacks an end, or if the template writes it in another way, for example without
-        its thoughts.
+        If the template has `{% generation %}` blocks, their content has the loss; otherwise see
+        `_Answers`.
 
         Args:
-            variables: what the template reads beside the messages: `tools`, and names of a user.
             trained: the places of the answers with a loss; default: all.
             is_completion: generation blocks do not matter, as for TRL's completions.
         """
@@ -197,7 +192,8 @@ class Template:
 class _Answers:
     """The answers of a conversation, found by rendering its first messages.
 
-    An answer is a prompt, which the template writes for it, and the text after this prompt.
+    An answer is the text after the prompt that the model gets for it. In some layouts the next
+    turn's first token ends it; if no token does, the end-of-text token follows.
     """
 
     template: Template
@@ -207,18 +203,15 @@ class _Answers:
 
     @cached_property
     def text(self) -> Callable[..., str]:
-        """The text of the first messages; with `ask=True` and the prompt for the next one."""
-
-        @cache
-        def text(count: int, ask: bool = False) -> str:
-            messages = self.messages[:count]
-            return self.template.text(messages, self.tokenizer, ask, self.variables)
-
-        return text
+        """A function that gives the text of the first messages, with the prompt for an answer if
+        its second argument is True."""
+        render, tokenizer = self.template.text, self.tokenizer
+        return cache(lambda n, ask=False: render(self.messages[:n], tokenizer, ask, self.variables))
 
     def rows(self, wanted: Sequence[int]) -> list[list[Span]]:
-        """The whole text with the loss of the `wanted` answers; or, if it has one in another form
-        or without an end, a row for each of them."""
+        """The whole text with the loss of the `wanted` answers. If it has one in another form, for
+        example without its thought, or without an end: a row for each, which begins with its
+        prompt."""
         answers = [self.answer(place) for place in wanted]
         special, eot = self.tokenizer.special_pattern, self.tokenizer.eot
         whole, spans, done = self.text(len(self.messages)), list[Span](), 0

@@ -68,10 +68,11 @@ def write_source(
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
     need = Need(spec, Table(directory, index))
+    index.items = index.resume.item
     characters = 0  # of the document so far
     batches = encode(source, directory, encoder, index.resume.item, workers, progress.note)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
-        for rows, batch in batches:
+        for rows, jobs in batches:
             for row in rows:
                 if row.problem:
                     if spec.on_bad_item == "stop":
@@ -87,8 +88,9 @@ def write_source(
                     writer.index.items = row.item + 1
                     return writer.finish(complete=False)
                 characters = 0
-            writer.index.items = batch.after
-            progress.update(f"tokens of {spec.name}", batch.fraction, writer.tokens)
+            last = jobs[-1]
+            writer.index.items = last.number + (not last.item.more)
+            progress.update(f"tokens of {spec.name}", last.item.fraction, writer.tokens)
         return writer.finish(complete=True)
 
 
@@ -99,14 +101,6 @@ class Job(NamedTuple):
     digest: int = 0  # hash of the whole text, in its last part
 
 
-class Batch(NamedTuple):
-    """Items for a worker at once."""
-
-    jobs: list[Job]
-    after: int  # the number of the item that follows, which may be the rest of the last text
-    fraction: float  # of the source that is read
-
-
 def encode(
     source: Source,
     directory: Path,
@@ -114,18 +108,18 @@ def encode(
     first: int,
     workers: int,
     note: Callable[[str], None],
-) -> Generator[tuple[list[Row], Batch], None, None]:
-    """The rows of a source from item `first` on, in order, with their batch.
+) -> Generator[tuple[list[Row], list[Job]], None, None]:
+    """The rows of a source from item `first` on, in order, with the jobs that gave them.
 
     Threads encode texts, because tokenizers release Python's lock; processes encode examples,
     because their templates are Python code.
     """
     ahead = batches_of(source, first)
     head = list(itertools.islice(ahead, 2))
-    for remark in encoder.remarks([job.item for job in head[0].jobs]):
+    for remark in encoder.remarks([job.item for jobs in head[:1] for job in jobs]):
         note(remark)
     use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
-    waiting = deque[tuple[Future[list[Row]], Batch]]()
+    waiting = deque[tuple[Future[list[Row]], list[Job]]]()
     with (
         worker_processes(directory, source.spec, workers)
         if use_processes
@@ -133,8 +127,8 @@ def encode(
         ThreadPoolExecutor(workers) as pool,
     ):
         try:
-            for batch in itertools.chain(head, ahead):
-                waiting.append((pool.submit(work, batch.jobs), batch))
+            for jobs in itertools.chain(head, ahead):
+                waiting.append((pool.submit(work, jobs), jobs))
                 if len(waiting) > 2 * workers:
                     future, done = waiting.popleft()
                     yield future.result(), done
@@ -145,21 +139,18 @@ def encode(
                 future.cancel()
 
 
-def batches_of(source: Source, number: int) -> Iterator[Batch]:
-    """The items of a source from a number on; the last batch may be empty."""
-    jobs, size, fraction = list[Job](), 0, 0.0
+def batches_of(source: Source, number: int) -> Iterator[list[Job]]:
+    """The items of a source from a number on, as many as a worker takes at once."""
+    jobs, size = list[Job](), 0
     for job in jobs_of(source, number):
         jobs.append(job)
-        value, number, fraction = (
-            job.item.value,
-            job.number + (not job.item.more),
-            job.item.fraction,
-        )
+        value = job.item.value
         size += len(value if isinstance(value, str | bytes) else str(value))
         if size >= BATCH_CHARACTERS or len(jobs) >= BATCH_ITEMS:
-            yield Batch(jobs, number, fraction)
+            yield jobs
             jobs, size = [], 0
-    yield Batch(jobs, number, fraction)
+    if jobs:
+        yield jobs
 
 
 def jobs_of(source: Source, number: int = 0) -> Iterator[Job]:
@@ -259,10 +250,14 @@ class Encoder:
             return []
         encode = tokenizer.encode_special if self.spec.special_tokens else tokenizer.encode
         ids = encode(text, job.before or "")
-        ids = tokenizer.with_edges(ids, begins=job.before is None, ends=not more)
-        return [
-            Row(job.number, ids, text=0 if more else job.digest, characters=len(text), more=more)
-        ]
+        first = tokenizer.first if job.before is None else ()
+        last = () if more else tokenizer.last
+        if tuple(ids[: len(first)].tolist()) != first:  # the text may have its edges
+            ids = np.append(first, ids)
+        if tuple(ids[len(ids) - len(last) :].tolist()) != last:
+            ids = np.append(ids, last)
+        digest = 0 if more else job.digest
+        return [Row(job.number, ids, text=digest, characters=len(text), more=more)]
 
     def example_rows(self, job: Job) -> list[Row]:
         """The tokens of an example, in one row or a row for each answer; UserError if it is bad."""
@@ -304,8 +299,12 @@ class Encoder:
             if tuple(ids[: len(tokenizer.begin)]) != tokenizer.begin:
                 ids, marks = [*tokenizer.begin, *ids], [0] * len(tokenizer.begin) + marks
         else:
-            ids, start = tokenizer.encode_pair(prompt, completion)
-            marks = [0] * start + [1] * (len(ids) - start)
+            texts = prompt, prompt + completion
+            start, ids = ([*tokenizer.begin, *tokenizer.encode(t).tolist()] for t in texts)
+            # one text, if this leaves the prompt's own tokens unchanged
+            if ids[: len(start)] != start or len(ids) == len(start):
+                ids = start + tokenizer.encode(completion, before=prompt or "a").tolist()
+            marks = [0] * len(start) + [1] * (len(ids) - len(start))
         if tokenizer.eot is not None and ids[-1:] != [tokenizer.eot]:
             ids, marks = [*ids, tokenizer.eot], [*marks, 1]
         return ids, marks

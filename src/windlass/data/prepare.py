@@ -52,8 +52,7 @@ def prepare(
 ) -> Prepared:
     """Prepare the data of a recipe as far as it needs them, and check them.
 
-    One process of a file system prepares. The others wait for it, or go on if it is killed. All
-    `ranks` call this together.
+    All `ranks` call this together: one process of a file system prepares, and the others wait.
 
     Args:
         tokenizer: The tokenizer of a run, with its `template`; the corpus may then be gone.
@@ -191,9 +190,18 @@ class _Preparation:
             change = f"the files of data.tokenizer or data.chat_template have {since}"
         elif now and (difference := changes(index.source, now)):
             change = f"{spec.setting}: {spec.name} has {since}: {difference}"
+        enough, keep = is_enough(directory, index, spec), ""
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
-        enough = is_enough(directory, index, spec)
-        return decide(directory, change, is_other, enough, self.choice), index, change
+        if self.choice == "prepare" and (change or is_other):
+            return "renew", index, change
+        if is_other:
+            problem = f"{directory} was prepared with another tokenizer"
+            raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
+        if change and not (self.choice == "keep" and enough):
+            if enough:
+                keep = 'data.changed="keep" trains on the prepared tokens, '
+            raise UserError(f'{change}; {keep}data.changed="prepare" prepares it again')
+        return "use" if enough else "extend", index, change
 
     def _write(
         self, spec: SourceSpec, directory: Path, old: Index | None, now: dict[str, Any]
@@ -238,21 +246,6 @@ class _Preparation:
         if old is None:  # After a resume, `verify` must still hash the earlier process's files.
             remember(directory, file_states(directory, index))
         return index
-
-
-def decide(
-    directory: Path, change: str, is_other_tokenizer: bool, is_enough: bool, choice: str
-) -> Todo:
-    """What to do for a directory that has tokens; `change` is a sentence on a change, or ''."""
-    if choice == "prepare" and (change or is_other_tokenizer):
-        return "renew"
-    if is_other_tokenizer:
-        problem = f"{directory} was prepared with another tokenizer"
-        raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
-    if change and not (choice == "keep" and is_enough):
-        keep = 'data.changed="keep" trains on the prepared tokens, ' if is_enough else ""
-        raise UserError(f'{change}; {keep}data.changed="prepare" prepares it again')
-    return "use" if is_enough else "extend"
 
 
 # -- checksums

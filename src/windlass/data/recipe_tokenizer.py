@@ -129,7 +129,7 @@ def learn_tokenizer(
     recipe: Recipe, members: list[Member[SourceSpec]], progress: Progress
 ) -> Tokenizer:
     """The characters of a corpus, or byte pairs of its training text; saved for other recipes."""
-    kind = recipe.data.tokenizer
+    data, kind = recipe.data, recipe.data.tokenizer
     train = [spec for member in members for spec in member.train]
     val = [spec for member in members for spec in member.val]
     if any(spec.kind == "shards" for spec in train):
@@ -141,28 +141,23 @@ def learn_tokenizer(
         if not (directory / FOLDER / DESCRIPTION).is_file():
             sources = [open_source(spec, progress.note) for spec in (*train, *val)]
             if kind == "char":
-                tokenizer = _learn_characters(recipe, sources, is_single=len(train) == 1)
+                characters = set[str]()
+                for source in sources:
+                    for item in source.items():
+                        characters.update(*texts_of(item, source.spec))
+                if not characters:
+                    raise UserError("data.source: there is no text")
+                if data.formats != {"text"}:
+                    characters.update(LAYOUT_CHARACTERS)
+                is_one_text = len(train) == 1 and all(source.single_text for source in sources)
+                tokenizer = tokenizer_kinds.char_tokenizer(characters, with_eot=not is_one_text)
             else:
                 fractions = [member.held_fraction for member in members for _ in member.train]
-                progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs")
+                progress.note(f"learning {data.tokenizer_vocab:,} byte pairs")
                 texts = _training_texts(sources[: len(train)], fractions, sources[len(train) :])
-                tokenizer = tokenizer_kinds.bpe_tokenizer(texts, recipe.data.tokenizer_vocab)
+                tokenizer = tokenizer_kinds.bpe_tokenizer(texts, data.tokenizer_vocab)
             tokenizer.save(directory)
         return tokenizer_kinds.load_tokenizer(directory / FOLDER)
-
-
-def _learn_characters(recipe: Recipe, sources: list[Source], is_single: bool) -> Tokenizer:
-    """A tokenizer with all characters of training and validation data."""
-    characters = set[str]()
-    for source in sources:
-        for item in source.items():
-            characters.update(*texts_of(item, source.spec))
-    if not characters:
-        raise UserError("data.source: there is no text")
-    if recipe.data.formats != {"text"}:
-        characters.update(LAYOUT_CHARACTERS)
-    is_one_text = is_single and all(source.single_text for source in sources)
-    return tokenizer_kinds.char_tokenizer(characters, with_eot=not is_one_text)
 
 
 def _training_texts(

@@ -1,6 +1,5 @@
-"""Text to token ids and back, and the tokens at the edges of a text. Every kind is an object of the
-`tokenizers` library; numpy and `tiktoken` encode bytes, characters and GPT-2 with the same ids,
-faster. The text of a special token is plain text, so `encode` never returns the end-of-text token.
+"""Text to token ids and back, and the tokens at the edges of a text. The text of a special token is
+plain text, so `encode` never returns the end-of-text token.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Tokenizer:
     """A tokenizer of a kind: `byte`, `char`, `gpt2`, `bpe` or `hf`.
 
     Attributes:
-        inner: The `tokenizers.Tokenizer` with the same ids.
+        inner: The `tokenizers.Tokenizer`; numpy and tiktoken give the same ids faster.
         eot: The id that separates documents; None if the corpus is one text.
         begin: The ids before every text: the BOS of the post-processor; `encode` omits them.
         ends: The ids that end a generated text.
@@ -100,22 +99,9 @@ class Tokenizer:
         """The ids after a document: the end of a text, unless it stands before the next one."""
         return () if self.eot is None or self.eot in self.first else (self.eot,)
 
-    def with_edges(self, ids: np.ndarray, begins: bool, ends: bool) -> np.ndarray:
-        """The ids of a document or a part of one, with its edges, unless the text has them."""
-        first = self.first if begins else ()
-        last = self.last if ends else ()
-        if tuple(ids[: len(first)].tolist()) == first:
-            first = ()
-        if tuple(ids[len(ids) - len(last) :].tolist()) == last:
-            last = ()
-        return np.concatenate([np.array(first, np.int64), ids, np.array(last, np.int64)])
-
     def prompt(self, text: str) -> list[int]:
-        """The tokens from which a model generates; never empty.
-
-        For an empty text: `begin`, else the model's start token, else the end-of-text token, else a
-        line feed, else the first character.
-        """
+        """The tokens from which a model generates. For an empty text: `begin`, else the model's
+        start token, else the end-of-text token, else a line feed, else the first character."""
         if ids := [*self.begin, *self.encode(text).tolist()]:
             return ids
         if (first := self.eot if self.start is None else self.start) is not None:
@@ -191,14 +177,6 @@ class Tokenizer:
             "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
         )
 
-    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """The tokens of `begin`, prompt and answer, and how many of them are not the answer's."""
-        alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
-        # one text, if this leaves the prompt's own tokens unchanged
-        if both[: len(alone)] != alone or len(both) == len(alone):
-            both = alone + self.encode(answer, before=prompt or "a").tolist()
-        return both, len(alone)
-
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Matches the text of special tokens, unless it is escaped; the longest one, as
@@ -225,10 +203,8 @@ class Tokenizer:
         return np.concatenate([np.array(first, np.int64), np.array(ids, np.int64)])
 
     def encode_marked(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
-        """The tokens of pieces, each with the mark of its piece.
-
-        The joined texts are encoded together. A token over several pieces has their largest mark.
-        """
+        """The tokens of the joined pieces, each with the mark of its piece; a token over several
+        pieces has their largest mark."""
         pieces = [piece for piece in pieces if piece[0] != ""]
         if self.kind in ("byte", "char", "gpt2"):  # by bytes, which is faster
             all_ids, all_marks = list[int](), list[int]()
@@ -278,8 +254,8 @@ class Tokenizer:
 
     @cached_property
     def _stand_ins(self) -> tuple[Any, dict[int, str], list[int]]:
-        """A copy of the library's tokenizer with a random text for each special token, so that no
-        text of a user is one; these texts by the special token's id; their ids in the copy."""
+        """A copy of the library's tokenizer with a random text for each special token, which no
+        text of a user is; these texts by the special token's id; their ids in the copy."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Inner
 
