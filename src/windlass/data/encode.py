@@ -248,8 +248,13 @@ class Encoder:
         tokenizer, more, text = self.tokenizer, job.item.more, text_of(job.item, self.spec)
         if not text and job.before is None:
             return []
-        encode = tokenizer.encode_special if self.spec.special_tokens else tokenizer.encode
-        ids = encode(text, job.before or "")
+        if self.spec.special_tokens:
+            head, *rest = list(tokenizer.pieces(text)) or [""]
+            begin = [head] if isinstance(head, int) else tokenizer.encode(head, job.before or "")
+            ids = np.append(begin, tokenizer.encode_marked([(piece, 0) for piece in rest])[0])
+            ids = ids.astype(np.int64)
+        else:
+            ids = tokenizer.encode(text, job.before or "")
         first = tokenizer.first if job.before is None else ()
         last = () if more else tokenizer.last
         if tuple(ids[: len(first)].tolist()) != first:  # the text may have its edges

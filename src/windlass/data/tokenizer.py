@@ -195,13 +195,6 @@ class Tokenizer:
         if done < len(text):
             yield text[done:]
 
-    def encode_special(self, text: str, before: str = "") -> np.ndarray:
-        """`encode`, but with the special tokens of the text."""
-        head, *rest = list(self.pieces(text)) or [""]
-        first = [head] if isinstance(head, int) else self.encode(head, before)
-        ids, _ = self.encode_marked([(piece, 0) for piece in rest])
-        return np.concatenate([np.array(first, np.int64), np.array(ids, np.int64)])
-
     def encode_marked(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
         """The tokens of the joined pieces, each with the mark of its piece; a token over several
         pieces has their largest mark."""
