@@ -25,10 +25,10 @@ from data_fixtures import (
     conversations,
     documents,
     jsonl,
-    questions,
     recipe_for,
     reference_split,
     texts_of,
+    write_source,
 )
 from helpers import refused
 from windlass.data.chat import Template
@@ -95,15 +95,13 @@ def test_a_large_vocabulary_lies_in_32_bits_and_a_single_text_ends_at_its_limit(
     assert (limited.train.tokens, limited.val.tokens) == (2500, 1000)
 
 
-WRITERS = {
-    "text": lambda folder: (folder / "x.txt").write_text("\n".join(documents(90)), "utf-8"),
-    "jsonl": lambda folder: jsonl(folder / "x.jsonl", ["a very long one " * 300, *documents(60)]),
-    "parquet": lambda folder: pq.write_table(
-        pa.table({"text": documents(80)}), folder / "x.parquet", row_group_size=7
-    ),
-    "chat": lambda folder: conversations(folder / "x.jsonl", 120, longest=20),
-    "rewritten": lambda folder: conversations(folder / "x.jsonl", 60, longest=20),
-    "squad": lambda folder: questions(folder / "x.json", 30),
+TEXTS = {
+    "txt": documents(90),
+    "jsonl": ["a very long one " * 300, *documents(60)],
+    "parquet": documents(80),
+    "chat": documents(120),
+    "rewritten": documents(60),
+    "squad": documents(150),
 }
 # It writes a thought in the last turn alone, so each answer has a row of its own.
 REWRITES = (
@@ -113,22 +111,18 @@ REWRITES = (
 )
 
 
-def written(folder, kind, **changes):
-    """A function of a data root that gives the recipe of a source of a format."""
-    folder.mkdir(exist_ok=True)
-    WRITERS[kind](folder)
-    (file,) = folder.glob("x.*")
-    if kind in ("chat", "squad"):
-        changes |= {"format": kind, "context": 400}
+def written(folder, kind, texts=None, **changes):
+    """A function of a data root that gives the recipe of a source of a kind."""
+    form = "chat" if kind == "rewritten" else kind
+    how = write_source(folder, form, texts or TEXTS[kind]) | {"context": 400} | changes
     if kind == "rewritten":
         (folder / "layout.jinja").write_text(REWRITES)
-        template = str(folder / "layout.jinja")
-        changes |= {"format": "chat", "context": 900, "chat_template": template}
-    source = f"squad:{file}" if kind == "squad" else file
-    return lambda root: recipe_for(source, root, **changes)
+        how |= {"context": 900, "chat_template": str(folder / "layout.jinja")}
+    source = how.pop("source")
+    return lambda root: recipe_for(source, root, **how)
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", TEXTS)
 def test_workers_change_no_byte(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 300)
     make = written(tmp_path / "s", kind, tokenizer="bpe", tokenizer_vocab=270)
@@ -165,7 +159,7 @@ def killed_until_done(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokenizer"), [*((kind, "byte") for kind in WRITERS), ("text", "bpe"), ("chat", "bpe")]
+    ("kind", "tokenizer"), [*((kind, "byte") for kind in TEXTS), ("txt", "bpe"), ("chat", "bpe")]
 )
 def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, tokenizer, monkeypatch):
     """Documents over several shards; one text in many blocks and stretches over many shards."""
@@ -181,29 +175,19 @@ def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, token
     assert files_of(tmp_path / "broken") == files_of(tmp_path / "whole")
     data = open_data(make(tmp_path / "broken"))
     assert data.fingerprint == whole.fingerprint
-    texts = {
-        "text": lambda: ["\n".join(documents(90))],
-        "jsonl": lambda: ["a very long one " * 300, *documents(60)],
-        "parquet": lambda: documents(80),
-    }
-    if kind in texts and tokenizer == "byte":
-        assert texts_of(data) == tuple(map(list, reference_split(texts[kind](), 0.2)))
+    if kind in ("txt", "jsonl", "parquet") and tokenizer == "byte":
+        texts = ["\n".join(TEXTS[kind])] if kind == "txt" else TEXTS[kind]
+        assert texts_of(data) == tuple(map(list, reference_split(texts, 0.2)))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "text", "chat", "squad"])
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "chat", "squad"])
 def test_extended_it_has_the_bytes_of_one_that_was_prepared_at_once(tmp_path, kind, monkeypatch):
     """And a limited recipe reads the same before, between and after; killed or not."""
     monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 500)
-    monkeypatch.setitem(
-        WRITERS, "jsonl", lambda folder: jsonl(folder / "x.jsonl", documents(400, longest=20))
-    )
-    monkeypatch.setitem(
-        WRITERS, "chat", lambda folder: conversations(folder / "x.jsonl", 200, longest=9)
-    )
-    monkeypatch.setitem(WRITERS, "squad", lambda folder: questions(folder / "x.json", 160, 3))
-    make = written(tmp_path / "s", kind, workers=1)
+    texts = documents(160 if kind == "chat" else 500, longest=20)
+    make = written(tmp_path / "s", kind, texts, workers=1)
     whole = open_data(make(tmp_path / "whole"))
-    limits = [0] if kind == "text" else [3000, 9000, 12_000]
+    limits = [0] if kind == "txt" else [3000, 9000, 12_000]
     first = None
     for limit in limits:
         small = make(tmp_path / "data").replace(f"data.max_tokens={limits[0]}")
@@ -213,7 +197,7 @@ def test_extended_it_has_the_bytes_of_one_that_was_prepared_at_once(tmp_path, ki
         killed_until_done(make(tmp_path / "data").replace(f"data.max_tokens={limit}"), monkeypatch)
     sizes = [len(Index.load(*data_dirs(small)).shards)]
     killed_until_done(make(tmp_path / "data"), monkeypatch)
-    assert kind == "text" or sizes[0] < len(Index.load(*data_dirs(small)).shards)
+    assert kind == "txt" or sizes[0] < len(Index.load(*data_dirs(small)).shards)
     assert files_of(tmp_path / "data") == files_of(tmp_path / "whole")
     assert open_data(small).fingerprint == first
     assert open_data(make(tmp_path / "data")).fingerprint == whole.fingerprint
