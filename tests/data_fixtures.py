@@ -8,6 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from windlass.data.samples import Tokens
 from windlass.recipe import Recipe
@@ -60,6 +62,25 @@ def questions(path: Path, articles: int, each: int = 5) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"data": data}), encoding="utf-8")
     return path
+
+
+def write_source(folder: Path, kind: str, texts: list[str]) -> dict[str, str]:
+    """Settings of a source of a kind with these texts, or as many conversations or questions."""
+    folder.mkdir(exist_ok=True)
+    file = folder / f"x.{kind}"
+    if kind == "chat":
+        file = conversations(folder / "x.jsonl", len(texts), longest=20)
+        return {"source": str(file), "format": "chat"}
+    if kind == "squad":
+        file = questions(folder / "x.json", len(texts) // 5)
+        return {"source": f"squad:{file}", "format": "squad"}
+    if kind == "jsonl":
+        jsonl(file, texts)
+    elif kind == "parquet":
+        pq.write_table(pa.table({"text": texts}), file, row_group_size=len(texts) // 9)
+    else:
+        file.write_text("\n".join(texts), "utf-8")
+    return {"source": str(file)}
 
 
 def recipe_for(source, directory="", *, context: int = 16, **data) -> Recipe:

@@ -1,7 +1,9 @@
 """Files of every kind with the same texts, and what a source reads from them."""
 
 import bz2
+import csv
 import gzip
+import io
 import json
 import lzma
 
@@ -33,44 +35,41 @@ def parquet(path, texts, key="text"):
 
 
 def cells(texts, comma):
-    quoted = ('"' + text.replace('"', '""') + '"' for text in texts)
-    return "\ufeff" + "".join(
-        f"{comma.join(row)}\r\n" for row in [("id", "text"), *enumerated(quoted)]
-    )
-
-
-def enumerated(texts):
-    return [(str(i), text) for i, text in enumerate(texts)]
+    rows = [("id", "text"), *((str(i), t) for i, t in enumerate(texts))]
+    with io.StringIO(newline="") as out:
+        csv.writer(out, delimiter=comma, quoting=csv.QUOTE_NONNUMERIC).writerows(rows)
+        return "\ufeff" + out.getvalue()
 
 
 def write_all(folder):
-    for i, text in enumerate(TEXTS):
-        raw = text.encode()
-        (folder / f"{i:02d}.txt").write_bytes(raw)
-        (folder / f"{i:02d}.txt.gz").write_bytes(gzip.compress(raw))
-        (folder / f"{i:02d}.md.zst").write_bytes(zst(raw, 2))
-        (folder / f"{i:02d}.txt.xz").write_bytes(lzma.compress(raw))
-        (folder / f"{i:02d}.md.bz2").write_bytes(bz2.compress(raw[:9]) + bz2.compress(raw[9:]))
+    """Writes the texts in every form; gives the sources that have them."""
+    single = {"txt": bytes, "txt.gz": gzip.compress, "txt.xz": lzma.compress}
+    single |= {"md.zst": zst, "md.bz2": lambda raw: bz2.compress(raw[:9]) + bz2.compress(raw[9:])}
+    for ending, pack in single.items():
+        for i, text in enumerate(TEXTS):
+            (folder / f"{i:02d}.{ending}").write_bytes(pack(text.encode()))
     raw = lines(TEXTS)
-    (folder / "all.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.replace(b"\n", b"\n\n", 3))
-    (folder / "all.jsonl.gz").write_bytes(gzip.compress(raw[:300]) + gzip.compress(raw[300:]))
-    (folder / "all.jsonl.zst").write_bytes(zst(raw))
-    (folder / "all.jsonl.xz").write_bytes(lzma.compress(raw))
-    (folder / "all.csv").write_text(cells(TEXTS, ","), newline="")
-    (folder / "all.tsv").write_text(cells(TEXTS, "\t"), newline="")
-    records = [{"text": text} for text in TEXTS]
-    (folder / "array.json").write_text(json.dumps(records, indent=1))
-    (folder / "lines.json").write_bytes(b"\xef\xbb\xbf" + raw)
+    for name, content in {
+        "all.jsonl": b"\xef\xbb\xbf" + raw.replace(b"\n", b"\n\n", 3),
+        "all.jsonl.gz": gzip.compress(raw[:300]) + gzip.compress(raw[300:]),
+        "all.jsonl.zst": zst(raw),
+        "all.jsonl.xz": lzma.compress(raw),
+        "all.csv": cells(TEXTS, ",").encode(),
+        "all.tsv": cells(TEXTS, "\t").encode(),
+        "array.json": json.dumps([{"text": text} for text in TEXTS], indent=1).encode(),
+        "lines.json": b"\xef\xbb\xbf" + raw,
+        "halves/a.jsonl": lines(TEXTS[:9]),
+        "halves/c.jsonl.gz": gzip.compress(lines(TEXTS[12:])),
+        "halves/notes.md": b"not a part of it",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
     parquet(folder / "all.parquet", TEXTS)
-    half = folder / "halves"
-    half.mkdir()
-    (half / "a.jsonl").write_bytes(lines(TEXTS[:9]))
-    parquet(half / "b.parquet", TEXTS[9:12])
-    (half / "c.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[12:])))
-    (half / "notes.md").write_text("not a part of it")
-    names = "*.txt *.txt.gz *.txt.xz *.md.zst *.md.bz2 all.jsonl all.jsonl.gz all.jsonl.zst"
-    names += " all.jsonl.xz all.csv all.tsv array.json lines.json all.parquet halves"
-    return [str(folder / name) for name in names.split()]
+    parquet(folder / "halves" / "b.parquet", TEXTS[9:12])
+    names = [f"*.{ending}" for ending in single]
+    return [*(str(folder / name) for name in names), *map(str, folder.glob("a*.*"))] + [
+        str(folder / name) for name in ("lines.json", "halves")
+    ]
 
 
 def spec_of(source, **settings):

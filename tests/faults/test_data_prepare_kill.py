@@ -2,6 +2,7 @@
 bytes are the same, and no process outlives its parent.
 """
 
+import contextlib
 import json
 import random
 import signal
@@ -11,43 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import forked
-from data_fixtures import conversations, jsonl, questions
+from data_fixtures import documents, write_source
 from helpers import command
 from windlass.data.corpus import Table
 from windlass.data.shards import Index
 
-WORDS = "the quick brown fox jumps over the lazy dog and goes on to something else entirely".split()
-
-
-def texts(count):
-    return [
-        f"{i} " + " ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 40 + i % 50))
-        for i in range(count)
-    ]
-
-
-def write(folder: Path, kind: str) -> tuple[list[str], int]:
-    """Settings of a source, and the items that it has."""
-    if kind == "text":
-        (folder / "x.txt").write_text("\n".join(texts(9000)))
-        return [f"data.source={folder / 'x.txt'}"], 1
-    if kind == "jsonl":
-        source = jsonl(folder / "x.jsonl", texts(9000))
-    elif kind == "parquet":
-        source = folder / "x.parquet"
-        pq.write_table(pa.table({"text": texts(9000)}), source, row_group_size=1000)
-    elif kind == "chat":
-        source = conversations(folder / "x.jsonl", 4000)
-        return [f"data.source={source}", "data.format=chat", "model.context=2048"], 4000
-    else:
-        source = questions(folder / "x.json", 1500)
-        return [f"data.source=squad:{source}", "data.format=squad"], 7500
-    return [f"data.source={source}"], 9000
+ITEMS = {"txt": 1, "jsonl": 9000, "parquet": 9000, "chat": 4000, "squad": 7500}
 
 
 def prepare(settings, root):
@@ -73,22 +46,18 @@ def committed(root: Path) -> int:
 
 def whole_of(folder: Path, kind: str):
     """Settings of a source, and the files of its undisturbed preparation."""
-    settings, items = write(folder, kind)
+    items = ITEMS[kind]
+    texts = [f"{i} {text}" for i, text in enumerate(documents(max(items, 4000), longest=200))]
+    settings = [f"data.{key}={value}" for key, value in write_source(folder, kind, texts).items()]
+    settings.append("model.context=2048")
     assert forked.run(prepare(settings, folder / "whole"), timeout=120).returncode == 0
     (directory,) = [path.parent for path in (folder / "whole").glob("*/index.json")]
     index = Index.load(directory)
     assert index.complete and index.items == index.documents == items  # none lost, none double
-    if kind != "text":
+    if kind != "txt":
         table = Table(directory, index)
         assert len(np.unique(table.field("text"))) == items
     return settings, content(folder / "whole")
-
-
-def children(process) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.Error:
-        return []
 
 
 @pytest.mark.parametrize(
@@ -96,7 +65,7 @@ def children(process) -> list[psutil.Process]:
     [
         "jsonl",
         "chat",
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("text", "parquet", "squad")),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("txt", "parquet", "squad")),
     ],
 )
 def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, kind):
@@ -116,7 +85,8 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, kind):
         time.sleep(draw.random() * 0.02)
         if process.poll() is not None:
             break
-        orphans += children(process)
+        with contextlib.suppress(psutil.Error):
+            orphans += psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait()
         kills += 1

@@ -183,58 +183,49 @@ def test_the_plain_layout_and_a_template_without_blocks(tmp_path: Path) -> None:
     assert not set(begin) & set(ids[len(begin) :])
 
 
-LOOP = "{% for m in messages %}BODY{% endfor %}"
-ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-TURN = "{{ '<|im_start|>' + m.role + '\\n' }}"
+HEADER, CONTENT = "{{ '<|im_start|>' + m.role + '\n' }}", "{{ m.content + '<|im_end|>\n' }}"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\nTHOUGHT{% endif %}"
+
+
+def turns(body: str, ask: str = "") -> str:
+    return f"{{% for m in messages %}}{body}{{% endfor %}}{ask}"
+
+
 STRANGE = {
     # a prompt with the beginning of a thought, which the template does not write into turns
     "thinking": (
-        LOOP.replace("BODY", TURN + "{{ m.content + '<|im_end|>\\n' }}")
-        + ASK.replace("{% endif", "<think>\n{% endif"),
+        turns(HEADER + CONTENT, ASK.replace("THOUGHT", "<think>\n")),
         "<|im_start|>assistant\n<think>\n⟦one<|im_end|>\n⟧",
     ),
     # the thought stays in the last turn only
     "forgetful": (
-        LOOP.replace(
-            "BODY",
-            TURN
-            + "{% for n in messages[loop.index:] %}{% if n.role == 'x' %}{% endif %}{% endfor %}"
-            "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
-            "{{ m.content + '<|im_end|>\\n' }}",
-        )
-        + ASK,
+        turns(
+            f"{HEADER}{{% if loop.last and m.role == 'assistant' %}}<think></think>{{% endif %}}{CONTENT}",
+            ASK.replace("THOUGHT", ""),
+        ),
         "<|im_start|>assistant\n⟦<think></think>one<|im_end|>\n⟧",
     ),
     # a special token inside the turn, and the answer as a word of its header
     "tokens inside": (
-        LOOP.replace(
-            "BODY",
-            TURN + "{% if m.role == 'assistant' %}one<|endoftext|>{% endif %}"
-            "{{ m.content + '<|im_end|>\\n' }}",
-        )
-        + ASK,
+        turns(
+            f"{HEADER}{{% if m.role == 'assistant' %}}one<|endoftext|>{{% endif %}}{CONTENT}",
+            ASK.replace("THOUGHT", ""),
+        ),
         "⟦one<|endoftext|>one<|im_end|>\n⟧",
     ),
-    # the prompt is written inside the loop; a silent loop comes first
+    # the prompt is written inside the loop
     "inside": (
-        "{%- for m in messages[::-1] %}{%- if m.role == 'x' %}{%- continue %}{%- endif %}{%- endfor %}"
-        + LOOP.replace(
-            "BODY",
-            TURN + "{{ m.content + '<|im_end|>\\n' }}"
-            "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        turns(
+            "{%- if m.role == 'x' %}{%- continue %}{%- endif %}"
+            f"{HEADER}{CONTENT}{{% if loop.last %}}{ASK.replace('THOUGHT', '')}{{% endif %}}"
         ),
         "⟦one<|im_end|>\n⟧",
     ),
     # it needs a message, and only the next turn's first token ends an answer, as in GLM
     "no end": (
-        "{{ messages[0].content[:0] }}" + LOOP.replace("BODY", TURN + "{{ m.content }}") + ASK,
+        "{{ messages[0].content[:0] }}"
+        + turns(HEADER + "{{ m.content }}", ASK.replace("THOUGHT", "")),
         "⟦one<|im_start|>⟧",
-    ),
-    # no special token anywhere
-    "text": (
-        LOOP.replace("BODY", "{{ m.role + ': ' + m.content + '\\n' }}")
-        + "{% if add_generation_prompt %}assistant: {% endif %}",
-        "⟦ one\n<|im_end|>⟧user: one\nassistant: one\nuser: one",  # each answer has a row
     ),
 }
 
@@ -259,28 +250,21 @@ def test_answers_are_found_by_rendering(name: str, tmp_path: Path) -> None:
 
 
 # The parts of published templates that write an earlier answer in another way than the last one.
-HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
-DROPPED = "{{ m.content.split('</think>')[-1] + '<|im_end|>' }}"
-ANSWER = (
-    "{% if m.role == 'assistant' %}"
-    + DROPPED
-    + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
-)
+LAST = "m.content.split('</think>')[-1]"
+DROPPED = f"{{{{ {LAST} if m.role == 'assistant' else m.content }}}}<|im_end|>"
+THOUGHT = "m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content"
 REWRITING = {
     # DeepSeek-R1-Distill: no answer has its thought, and the prompt begins one
-    "r1": LOOP.replace("BODY", HEADER + ANSWER) + ASK.replace("{% endif", "<think>\n{% endif"),
+    "r1": turns(HEADER + DROPPED, ASK.replace("THOUGHT", "<think>\n")),
     # Qwen3 with `enable_thinking = false`: the prompt has an empty thought
-    "closed": LOOP.replace("BODY", HEADER + ANSWER)
-    + ASK.replace("{% endif", "<think>\n\n</think>\n\n{% endif"),
+    "closed": turns(HEADER + DROPPED, ASK.replace("THOUGHT", "<think>\n\n</think>\n\n")),
     # Qwen3: the last answer has a thought, perhaps an empty one
-    "qwen3": LOOP.replace(
-        "BODY",
-        HEADER + "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + ("
-        "m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content"
-        " else '') + '\n</think>\n\n' + m.content.split('</think>')[-1].strip() + '<|im_end|>' }}"
-        "{% else %}" + ANSWER + "{% endif %}",
-    )
-    + ASK,
+    "qwen3": turns(
+        f"{HEADER}{{% if m.role == 'assistant' and loop.last %}}<think>\n"
+        f"{{{{ {THOUGHT} else '' }}}}\n</think>\n\n{{{{ {LAST}.strip() }}}}<|im_end|>"
+        f"{{% else %}}{DROPPED}{{% endif %}}",
+        ASK.replace("THOUGHT", ""),
+    ),
     # Mistral 7B v0.3: the system's text stands before the last question
     "mistral": "{% set system = messages[0].content %}"
     "{% for m in messages[1:] %}{% if m.role == 'user' %}<|im_start|>"
@@ -328,7 +312,7 @@ def test_a_template_that_rewrites_gives_a_row_an_answer_after_its_prompt(name, t
 
 def test_an_end_follows_an_answer_without_one(tmp_path: Path) -> None:
     tokenizer = hf_tokenizer(str(tokenizer_fixtures.save("chatml", tmp_path)))
-    endless = Template(LOOP.replace("BODY", "{{ m.role + ': ' + m.content + '\n' }}"))
+    endless = Template(turns("{{ m.role + ': ' + m.content + '\n' }}"))
     end = tokenizer.inner.id_to_token(tokenizer.eot)
     rows = [tokenizer.encode_marked(row) for row in endless.rows(TALK[1:], tokenizer)]
     assert len(rows) == 2 and all(marks[-1] for _, marks in rows)
@@ -341,7 +325,7 @@ def test_a_template_and_its_values_are_settings(tmp_path: Path) -> None:
     file = tmp_path / "layout.jinja"
     file.write_text(
         "{% if enable_thinking %}think{% endif %}{{ style }}"
-        + LOOP.replace("BODY", "{{ m.content }}{{ eos_token }}")
+        + turns("{{ m.content }}{{ eos_token }}")
     )
     values = {"enable_thinking": False, "style": 'a "b"'}
     data = DataSettings(chat_template=str(file), chat_template_kwargs=values)
@@ -358,8 +342,9 @@ def test_a_template_and_its_values_are_settings(tmp_path: Path) -> None:
 
 def test_templates_that_cannot_be_used_are_refused() -> None:
     hidden = "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}"
-    other = LOOP.replace("BODY", "<{{ m.role }}>{{ m.content }}")
-    other += "{% if add_generation_prompt %}Answer:{% endif %}"
+    other = turns(
+        "<{{ m.role }}>{{ m.content }}", "{% if add_generation_prompt %}Answer:{% endif %}"
+    )
     assert Template(hidden).rows(TALK[1:3], BYTES) == [
         [(TALK[1]["content"], False), (TALK[2]["content"], True), (256, True)]
     ]
@@ -374,9 +359,7 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
             Template(source).rows(TALK[1:], BYTES)
     # the result of a tool inside the turn of the answer that calls it
     ahead = "{% if loop.index0 == 1 %}{{ messages[2].content }}{% endif %}"
-    source = LOOP.replace(
-        "BODY", "{% if m.role != 'tool' %}{{ m.content }}" + ahead + "{% endif %}"
-    )
+    source = turns("{% if m.role != 'tool' %}{{ m.content }}" + ahead + "{% endif %}")
     with refused("rejects", "has no"):
         Template(source).rows([*TALK[1:3], {"role": "tool", "content": "x"}, TALK[4]], BYTES)
 

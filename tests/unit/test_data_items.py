@@ -21,7 +21,6 @@ from windlass.data.recipe_sources import SourceSpec
 from windlass.data.shards import Row
 from windlass.data.tokenizer_kinds import (
     byte_tokenizer,
-    char_tokenizer,
     gpt2_tokenizer,
     hf_tokenizer,
 )
@@ -36,26 +35,22 @@ TALK = [
     {"role": "assistant", "content": "A cat."},
 ]
 PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
-SHAREGPT = [
-    {"from": "system", "value": "Be kind."},
-    {"from": "human", "value": "Who are you?"},
-    {"from": "gpt", "value": "A cat."},
-]
-CAPITALS = [{**message, "role": message["role"].capitalize()} for message in TALK]
+NAMES = {"system": "system", "user": "human", "assistant": "gpt"}
+SHAREGPT = [{"from": NAMES[turn["role"]], "value": turn["content"]} for turn in TALK]
+ALPACA = {"instruction": "Who are you?", "input": "", "output": "A cat."}
 SAME: dict[str, Any] = {
-    "messages": {"messages": TALK},
-    "capitals": {"messages": CAPITALS},
+    "messages": {"messages": TALK, "system": "the messages have one"},
+    "system": {"messages": TALK[1:], "system": "Be kind."},
+    "capitals": {"messages": [{**turn, "role": turn["role"].capitalize()} for turn in TALK]},
     "parts": {"messages": [{**TALK[0], "content": PARTS}, *TALK[1:]]},
     "sharegpt": {"id": "7", "conversations": SHAREGPT},
+    "sharegpt-system": {"conversations": SHAREGPT[1:], "system": "Be kind."},
     "sharegpt-roles": {"conversations": TALK},
     "developer": {"messages": [{**TALK[0], "role": "developer"}, *TALK[1:]]},
-    "alpaca": {
-        "system": "Be kind.",
-        "instruction": "Who are you?",
-        "input": "",
-        "output": "A cat.",
-    },
+    "alpaca": {**ALPACA, "system": "Be kind."},
+    "alpaca-list": {**ALPACA, "output": ["A cat.", "A dog."], "system": "Be kind."},
     "trl": {"prompt": TALK[:2], "completion": TALK[2:]},
+    "trl-system": {"prompt": TALK[1:2], "completion": TALK[2:], "system": "Be kind."},
 }
 
 
@@ -94,38 +89,20 @@ def test_every_shape_gives_the_same_tokens_and_hashes(name: str) -> None:
     assert example_of(item(SAME[name]), CHAT).texts == ["Be kind.", "Who are you?", "A cat."]
 
 
-def test_alpaca_input_follows_its_instruction_and_a_completion_is_not_a_turn() -> None:
-    found = encode({"instruction": "Add.", "input": "1 2", "output": "3"})
-    assert BYTES.decode(found.tokens).startswith("User: Add.\n\n1 2\n\nAssistant: 3")
+def test_alpaca_has_inputs_and_a_history_and_a_completion_is_not_a_turn() -> None:
+    found = encode({"instruction": "Add.", "input": "1 2", "output": "3", "history": [["a", "b"]]})
+    text = "User: a\n\nAssistant: b<|endoftext|>\n\nUser: Add.\n\n1 2\n\nAssistant: 3"
+    assert BYTES.decode(found.tokens).startswith(text)
+    with refused("talk.jsonl, line 7", "Alpaca"):
+        encode({**ALPACA, "history": [["one?"]]})
     found = encode({"prompt": "The sky is", "completion": " blue."}, Template("no template"))
     assert BYTES.decode(found.tokens) == "The sky is blue.<|endoftext|>"
-    assert learned(found) == " blue.<|endoftext|>"
-    assert found.reach == len("The sky is") + 1
+    assert learned(found) == " blue.<|endoftext|>" and found.reach == len("The sky is") + 1
 
 
-def test_fields_beside_a_conversation_are_read() -> None:
-    expected = encode(SAME["messages"]).tokens.tolist()
-    beside = {"system": "Be kind."}
-    for record in (
-        {"messages": TALK[1:], **beside},
-        {"conversations": SHAREGPT[1:], **beside},
-        {"messages": TALK, "system": "the messages have one"},
-        {"prompt": TALK[1:2], "completion": TALK[2:], **beside},
-    ):
-        assert encode(record).tokens.tolist() == expected
-    assert learned(encode({"prompt": TALK[1:2], "completion": TALK[2:], **beside})).startswith(
-        " A cat."
-    )
-    weighted = [TALK[1], {**TALK[2], "weight": 0}, TALK[1], {**TALK[2], "content": "B"}]
-    assert learned(encode({"messages": weighted, **beside})) == " B<|endoftext|>"
-    history = {"instruction": "two?", "output": ["2", "two"], "history": [["one?", "1"]]}
-    turns = [("user", "one?"), ("assistant", "1"), ("user", "two?"), ("assistant", "2")]
-    same = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    assert encode(history).tokens.tolist() == encode(same).tokens.tolist()
-    with refused("talk.jsonl, line 7", "Alpaca"):
-        encode({**history, "history": [["one?"]]})
+def test_a_template_reads_the_values_of_an_item() -> None:
     switch = Template(
-        "{% if loud %}LOUD{% endif %}" + "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if loud %}LOUD{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     found = encode({"messages": TALK, "chat_template_kwargs": {"loud": True}}, switch)
     assert BYTES.decode(found.tokens).startswith("LOUDBe kind.")
@@ -137,10 +114,8 @@ def test_keys_that_are_not_read_are_listed_and_columns_rename_them() -> None:
     with refused("'question', 'answer'", "data.columns.instruction"):
         encode(record)
     columns = (("instruction", "question"), ("output", "answer"))
-    found = encode(record, columns=columns)
     same = encode({"instruction": "Who?", "output": "A cat."})
-    assert found.tokens.tolist() == same.tokens.tolist()
-    spec = SourceSpec("x", "x", "chat", columns=columns)
+    assert encode(record, columns=columns).tokens.tolist() == same.tokens.tolist()
     talk = {"messages": TALK[1:], "system": "x", "tools": [], "chat_template_kwargs": {"a": 1}}
     pair = {**talk, "prompt": "Who?", "completion": " A cat."}
     del pair["messages"]
@@ -152,22 +127,22 @@ def test_keys_that_are_not_read_are_listed_and_columns_rename_them() -> None:
     ):
         assert example_of(item(own), CHAT).unread == unread
     assert example_of(squad_item("A cat.", "cat"), SQUAD).unread == ()
-    encoder = Encoder(spec, BYTES, Template())
+    encoder = Encoder(SourceSpec("x", "x", "chat", columns=columns), BYTES, Template())
     [remark] = encoder.remarks([item(record), item("bad")])
     assert "label, id" in remark and not [*encoder.remarks([item({"messages": TALK})])]
 
 
 def test_a_note_names_tokens_that_the_tokenizer_or_the_model_reads_as_plain_text() -> None:
-    source = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    )
-    [remark] = Encoder(CHAT, BYTES, Template(source)).remarks([item({"messages": TALK})])
+    def remarks(record: Any, source: str = "", **how: Any) -> list[str]:
+        spec = SourceSpec("x", "x", "chat", **how)
+        return [*Encoder(spec, BYTES, Template(source)).remarks([item(record)])]
+
+    [remark] = remarks({"messages": TALK}, "<|im_start|>{{ messages }}<|im_end|>")
     assert "data.add_tokens='<|im_start|>,<|im_end|>'" in remark
-    pair = item({"prompt": "Who?<|endoftext|>", "completion": " A cat."})
-    [remark] = Encoder(CHAT, BYTES, Template()).remarks([pair])
+    pair = {"prompt": "Who?<|endoftext|>", "completion": " A cat."}
+    [remark] = remarks(pair)
     assert "<|endoftext|>" in remark and "data.special_tokens=true" in remark
-    special = SourceSpec("x", "x", "chat", special_tokens=True)
-    assert not [*Encoder(special, BYTES, Template()).remarks([pair])]
+    assert not remarks(pair, special_tokens=True)
 
 
 def test_everything_may_have_a_loss_and_pairs_may_have_special_tokens(tmp_path: Path) -> None:
@@ -316,12 +291,6 @@ def test_tools_are_written_as_transformers_writes_them(tmp_path: Path) -> None:
     assert same.tokens.tolist() == expected
 
 
-def test_a_hash_depends_on_the_content_alone() -> None:
-    assert hash64("a") == int.from_bytes(bytes.fromhex("40f89e395b66422f"), "little")
-    assert hash64("a", "b") not in (hash64("ab"), hash64("a"), hash64("b", "a"))
-    assert hash64("\ud800") == hash64("?") and hash64("é") < 2**64
-
-
 # -- questions
 
 
@@ -397,9 +366,6 @@ def test_a_prompt_is_cut_as_training_cuts_and_does_not_know_the_answer(
 def test_a_bad_question_is_named_with_its_place(record, words):
     with refused("s.json, question q1", *words):
         rows_of(Item("s.json, question q1", record), SQUAD)
-    tokenizer = char_tokenizer("Question: What is it? Context: A cat. Answer:", with_eot=False)
-    with refused("data.tokenizer"):
-        rows_of(squad_item("A cat.", "cat"), SQUAD, tokenizer=tokenizer)
 
 
 def article(title: str, count: int) -> dict[str, Any]:
@@ -472,10 +438,3 @@ def test_the_suite_asks_what_training_holds_out_of_each_source(tmp_path: Path) -
         data = recipe.data.model_copy(update={key: 1})
         with refused(f"data.{key}", "eval.squad_file"):
             eval_questions(recipe.model_copy(update={"data": data}))
-
-
-def test_the_real_file_is_read_whole(data_files: Path) -> None:
-    file = str(data_files / "squad" / "dev-v1.1.json")
-    asked = eval_questions(Recipe.model_validate({"eval": {"squad_file": file}}))
-    assert len(asked) == 10_570 and len({q.group for q in asked}) == 48
-    assert all(q.answers[0] in q.context for q in asked)

@@ -192,7 +192,7 @@ def hashed(monkeypatch):
     """The names of the files that are hashed."""
     names, real = [], sha256_of
     monkeypatch.setattr(
-        "windlass.data.directory.sha256_of", lambda path: names.append(path.name) or real(path)
+        "windlass.data.prepare.sha256_of", lambda path: names.append(path.name) or real(path)
     )
     return names
 
@@ -242,7 +242,7 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
 ):
     recipe, data = prepared
     (data.prepared.directories[0] / "verified.json").unlink()
-    monkeypatch.setattr("windlass.data.directory.remember", lambda directory, states: None)
+    monkeypatch.setattr("windlass.data.prepare.remember", lambda directory, states: None)
     assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
     files = [path.name for path in data.prepared.directories[0].glob("shard-*")]
     assert len(files) > 4 and sorted(hashed) == sorted(files)

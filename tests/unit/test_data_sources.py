@@ -1,19 +1,38 @@
-"""Sources: which files one has and leaves out, what determines it, and what shows a change."""
+"""Sources: which files one has and leaves out, what shows a change, and the items in each kind of file."""
 
+import bz2
+import gzip
 import hashlib
 import http.server
 import json
+import lzma
 import os
 import threading
-from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from helpers import refused
-from source_helpers import TALK, TEXTS, opened, parquet, read, records, spec_of
+from source_helpers import (
+    TALK,
+    TEXTS,
+    lines,
+    opened,
+    parquet,
+    read,
+    records,
+    spec_of,
+    write_all,
+    zst,
+)
 from windlass import hub
+from windlass.data.chat import Template
+from windlass.data.encode import Encoder
 from windlass.data.files import expand
-from windlass.data.sources import changes, describe_source, download, form_of
+from windlass.data.items import text_of
+from windlass.data.sources import changes, describe_source, download
+from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.errors import RunFailed, UserError
 
 
@@ -79,49 +98,29 @@ def test_names_that_are_not_utf_8_or_too_long(tmp_path):
             read(pattern)
 
 
-def test_there_is_no_such_source(tmp_path):
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [("*.csv", "*.csv"), ("empty", ".parquet"), ("x.bin", "shards:"), ("x", "hf:NAME")],
+)
+def test_there_is_no_such_source(source, word, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "x.bin").write_bytes(b"12")
-    for source, word in [
-        (f"{tmp_path}/*.csv", "*.csv"),
-        (f"{tmp_path}/empty", ".txt, .jsonl, .ndjson, .parquet"),
-        (f"{tmp_path}/x.bin", "shards:"),
-        ("shakespeare", "hf:NAME"),
-    ]:
-        with refused("data.source", word):
-            read(source)
-
-
-def test_the_key_of_a_source_has_what_determines_its_items():
-    plain = spec_of("a.txt")
-    assert plain.key == {"name": "a.txt", "format": "text"} and plain.slug == "a"
-    same = replace(plain, place="/home/a.txt", streaming=True, setting="data.eval_source")
-    assert same.key == plain.key
-    for change in ({"separator": "|"}, {"text_key": "t"}, {"on_bad_item": "skip"}):
-        assert replace(plain, **change).key == plain.key | change
-    assert "python" in spec_of("stdlib").key
-    slugs = {"hf:allenai/c4:en": "c4-en", "squad:a/dev-v1.1.json": "dev-v1", ".": "corpus"}
-    assert {source: spec_of(source).slug for source in slugs} == slugs
-    assert spec_of("https://host/a/Some_File.txt?x=1").slug == "some-file"
+    with refused("data.source", word):
+        read(tmp_path / source)
 
 
 def test_a_changed_source_is_described_in_words(tmp_path):
-    folder, names = tmp_path / "texts", ("a.txt", "b/a.txt", "c.txt")
+    folder, names = tmp_path / "texts", ("0.txt", "a.txt", "b/a.txt")
     (folder / "b").mkdir(parents=True)
-    for name in names:
+    for name in names[1:]:
         (folder / name).write_text(name)
     then = opened(folder).description
-    assert not changes(then, describe_source(spec_of(folder)))
     moved = folder.rename(tmp_path / "moved")
     assert not describe_source(spec_of(folder))
     assert not changes(then, describe_source(spec_of(moved)))
-    (moved / "b/a.txt").write_text("other")
-    assert "b/a.txt has changed" in changes(then, describe_source(spec_of(moved)))
-    (moved / "a.txt").unlink()
-    assert "a.txt has changed" in changes(then, describe_source(spec_of(moved)))
-    for name in (*names, "0.txt"):
-        (moved / name).write_text(name)
-    assert "0.txt has changed" in changes(then, describe_source(spec_of(moved)))
+    for name in names[::-1]:  # another text, one less, one more; the message names the first
+        (moved / name).unlink() if name == "a.txt" else (moved / name).write_text("other")
+        assert f"{name} has changed" in changes(then, describe_source(spec_of(moved)))
     large = {"files": [{"file": "x/a.txt", "bytes": 5, "changed_ns": 1}]}
     later = {"files": [{"file": "y/a.txt", "bytes": 5, "changed_ns": 2}]}
     assert "a.txt has changed" in changes(large, later)
@@ -154,13 +153,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def web():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def test_a_download_is_made_once_and_checked(web, tmp_path):
@@ -257,22 +253,163 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_on_record(monkeypatch):
     assert record["answers"][1] == {"text": "c", "answer_start": 4} and record["title"] == "T"
 
 
-def test_the_form_of_the_first_item(tmp_path):
-    contents = {
-        "a.txt": "text",
-        "b.jsonl": '{"text": "a"}',
-        "c.jsonl": '{"content": "a", "id": 1}',
-        "d.jsonl": json.dumps(TALK),
-        "e.json": json.dumps([{"instruction": "a", "output": "b"}]),
-        "f.csv": "prompt,completion\na,b\n",
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_text(content)
-    forms = [form_of(str(tmp_path / name), "--data") for name in contents]
-    text, chat = {"format": "text"}, {"format": "chat"}
-    assert forms == [text, text, text | {"text_key": "content"}, chat, chat, chat]
-    assert form_of("stdlib", "--data") == text and form_of("hf:org/name", "--data") == {}
-    assert form_of("squad", "--data") == {"format": "squad"}
-    for source in (f"{tmp_path}/none.txt", f"shards:{tmp_path}/none.bin"):
-        with refused("--data", "no file matches"):
-            form_of(source, "--data")
+def test_every_form_gives_the_same_documents_from_any_place_on(tmp_path):
+    for source in write_all(tmp_path):
+        for start in (0, 1, 5, 9, 11, 22, 23, 24):
+            assert read(source, start) == TEXTS[start:], (source, start)
+        fractions = [item.fraction for item in opened(source).items()]
+        assert fractions == sorted(fractions) and 0 <= fractions[0] <= fractions[-1] <= 1
+    (tmp_path / "one.txt").write_bytes(b"\xef\xbb\xbfa\r\nb")
+    source = opened(tmp_path / "one.txt")
+    assert source.single_text and [item.value for item in source.items()] == ["a\r\nb"]
+
+
+def test_a_separator_divides_a_text_file_and_a_note_names_it(tmp_path):
+    mark = "<|endoftext|>"
+    long = "a line of a long story\n" * 80_000
+    stories = ["one\n\n two", long.strip("\n"), "three", "four"]
+    path = tmp_path / "stories.txt"
+    path.write_text(f"\n{mark}\n".join(["", *stories[:3], "", stories[3], "\n"]))
+    whole, divided = opened(path), opened(path, separator=mark)
+    assert whole.single_text and not divided.single_text
+    encoders = (Encoder(found.spec, byte_tokenizer(), Template()) for found in (whole, divided))
+    [note], none = ([*encoder.remarks([*whole.items()])] for encoder in encoders)
+    assert f'data.separator="{mark}"' in note and str(path) in note and not none
+    for start in range(5):
+        assert read(path, start, separator=mark) == stories[start:]
+    path.write_text("a\nb\n\nc\r\n")
+    assert read(path, separator="\n") == ["a", "b", "c"]
+    # a mark at each place near the edge of the pieces that are read
+    for count in range((1 << 18) - 15, (1 << 18) + 3):
+        path.write_text("x" * count + mark + "y")
+        assert read(path, separator=mark) == ["x" * count, "y"]
+        path.write_text(f"{'x' * (count - 5)}{'#' * 9}\n--\n\n--\ny")
+        texts = [f"{'x' * (count - 5)}{'#' * 9}", "y"]
+        assert read(path, separator="\n--\n") == texts
+
+
+def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
+    raw, table = lines(TEXTS), parquet(tmp_path / "whole.parquet", TEXTS)
+    other_key = b'{"text": "a"}\n{"content": "b"}\n'
+    cases = [
+        ("a.txt", b"abc\xff\xfe", ["0xff", "UTF-8"]),
+        ("aa.txt", "\u00e9".encode() * 400_001 + b"\xc3", ["0xc3", "UTF-8"]),
+        ("b.jsonl", raw[:60] + b"\n{oops\n", ["line 2"]),
+        ("talk.jsonl", b'{"messages": []}\n', ["'messages'", 'data.format="chat"']),
+        ("c.jsonl", other_key, ["line 2", "'text'", "'content'", "data.text_key"]),
+        ("d.jsonl", b'{"text": 3}\n', ["line 1", "'text'", "int"]),
+        ("e.jsonl", b'["text"]\n', ["line 1", "list"]),
+        ("f.jsonl", b'{"text": "\xff"}\n', ["line 1", "0xff"]),
+        ("g.jsonl.gz", gzip.compress(raw)[:-20], ["damaged"]),
+        ("h.txt.xz", lzma.compress(b"abc")[:-9], ["damaged"]),
+        ("i.txt.bz2", bz2.compress(b"abc")[:-9], ["damaged"]),
+        ("j.txt.zst", zst(b"abc" * 99, 1)[:-9], ["damaged"]),
+        ("k.parquet", table[:-30], ["damaged"]),
+        ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, ["damaged"]),
+        ("n.jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", ["line 1", "JSON"]),
+        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["item 3", "JSON"]),
+        ("p.json", b'[{"text": "a"}, {"te', ["item 2", "JSON"]),
+        ("q.json", b'[{"text": "a"}, 12]', ["item 2", "int"]),
+        ("qq.json", b"[{oops}" + b" " * 400_000 + b"]", ["item 1", "JSON"]),
+        ("r.csv", b"id,text\n1,a\n2,b,c\n", ["line 3", "2 fields"]),
+        ("s.csv", b'id,text\n1,"a" b\n', ["line 2", "quotation mark"]),
+        ("t.csv", b"id,content\n1,a\n", ["'text'", "'content'", "data.text_key"]),
+    ]
+    for name, content, words in cases:
+        (tmp_path / name).write_bytes(content)
+        with refused(name, *words):
+            read(str(tmp_path / name))
+    parquet(tmp_path / "x.parquet", ["a", None, "b"], key="content")
+    assert read(str(tmp_path / "x.parquet"), text_key="content") == ["a", "", "b"]
+    for key, words in (
+        ("text", ["'text'", "'id', 'content'", "data.text_key"]),
+        ("id", ["'id'", "int"]),
+    ):
+        with refused(*words):
+            read(str(tmp_path / "x.parquet"), text_key=key)
+
+
+def test_a_bad_item_takes_the_place_of_one_document_and_the_rest_is_read(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good\n" * 200_000 + b"\xff")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "b"}\n{oops\n{"text": "c"}\n')
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines(["d"] * 9))[:-9])
+    (tmp_path / "d.csv").write_bytes(b'text\ne\n"f" g\nh\n')
+    (tmp_path / "e.parquet").write_bytes(b"PAR1")
+    (tmp_path / "f.txt").write_bytes(b"last")
+    found, places = opened(tmp_path, on_bad_item="skip"), []
+
+    def document(item):
+        try:
+            return text_of(item, found.spec)
+        except UserError as error:
+            places.append(str(error))
+            return None
+
+    texts = [document(item) for item in found.items()]
+    rest = [text for text in texts if text != "d"]
+    assert rest == [None, "b", None, "c", None, "e", None, "h", None, "last"]
+    names = ("a.txt", "b.jsonl, line 2", "c.jsonl.gz", "d.csv, line 3", "e.parquet")
+    assert all(name in place for name, place in zip(names, places, strict=True))
+    for start in range(len(texts) + 1):
+        assert [document(item) for item in found.items(start)] == texts[start:]
+
+
+def test_a_key_may_be_nested(tmp_path):
+    nested = [{"doc": {"text": text, "id": 1}, "n": 2} for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(item) + "\n" for item in nested))
+    (tmp_path / "b.json").write_text(json.dumps(nested))
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"doc.text": t}) + "\n" for t in TEXTS))
+    pq.write_table(pa.Table.from_pylist(nested), tmp_path / "d.parquet", row_group_size=4)
+    for name in ("a.jsonl", "b.json", "c.jsonl", "d.parquet"):
+        assert read(tmp_path / name, 3, text_key="doc.text") == TEXTS[3:], name
+    with refused("a.jsonl, line 1", "'doc.title'", "'doc', 'n'"):
+        read(tmp_path / "a.jsonl", text_key="doc.title")
+
+
+def test_conversations_from_every_form_of_file(tmp_path):
+    talks = [{**TALK, "id": i} for i in range(7)]
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "".join(json.dumps(t) + "\n" for t in talks))
+    (tmp_path / "b.json").write_text(json.dumps(talks, indent=2))
+    pq.write_table(pa.Table.from_pylist(talks), tmp_path / "c.parquet", row_group_size=2)
+    (tmp_path / "pairs.csv").write_text('prompt,completion\n"a, b",c\n')
+    for name in ("a.jsonl", "b.json", "c.parquet"):
+        assert records(tmp_path / name, format="chat") == talks
+    assert records(tmp_path / "pairs.csv", format="chat") == [{"prompt": "a, b", "completion": "c"}]
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    notes = []
+    assert len(list(opened(tmp_path, notes, format="chat").items())) == 22
+    assert "not read: 1 .json (config.json)" in notes[0]
+
+
+def test_an_array_is_read_in_pieces(tmp_path):
+    items = [
+        {"text": f'"{i}" [{{\\' + "\u00e9\n" * (i % 3000), "n": [i, -1.5e9, None]}
+        for i in range(400)
+    ]
+    items.append({"text": "x" * 1_000_000})
+    path = tmp_path / "a.json"
+    for indent in (None, 1):
+        path.write_text(json.dumps(items, indent=indent, ensure_ascii=False))
+        assert records(path, format="chat") == items
+    path.write_text(" " + json.dumps(items[7], indent=1) + "\n")
+    assert records(path, format="chat") == items[7:8]
+    for content in ("", "[]", " [ ] "):
+        path.write_text(content)
+        assert records(path, format="chat") == []
+    path.write_text(json.dumps(items[::-1]))  # whose first item is longer than a piece
+    assert read(tmp_path) == [item["text"] for item in items[::-1]]
+
+
+def test_questions_of_squad(tmp_path):
+    answers = [{"text": "b", "answer_start": 2}]
+    question = {"id": "q1", "question": "who?", "answers": answers}
+    tree = {"data": [{"title": "T", "paragraphs": [{"context": "a b", "qas": [question]}]}]}
+    (tmp_path / "q.json").write_text("\ufeff" + json.dumps(tree))
+    source = f"squad:{tmp_path / 'q.json'}"
+    expected = {**question, "context": "a b", "title": "T"}
+    assert records(source, format="squad") == [expected]
+    assert describe_source(spec_of(source, format="squad"))["files"][0]["bytes"] > 9
+    for content in ("[]", "{oops", '{"data": [{"paragraphs": [{}]}]}'):
+        (tmp_path / "q.json").write_text(content)
+        with refused("q.json", "SQuAD"):
+            records(source, format="squad")

@@ -1,27 +1,29 @@
-"""Tokenizers: round trips, published ids, what is saved is what is loaded, and nothing is taken for
-what it is not.
-"""
+"""Tokenizers: round trips, published ids, saved and loaded; and the default one, of the weights."""
 
 import json
-import re
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hf_fixtures
 import tokenizer_fixtures
-from helpers import refused
+from helpers import refused, tiny_recipe, write_corpus
+from windlass import Recipe
 from windlass.data import tokenizer_kinds
 from windlass.data.chat import Template
+from windlass.data.open import open_data
+from windlass.data.prepare import prepare
 from windlass.data.tokenizer import END_OF_TEXT, Tokenizer, stretches
 from windlass.data.tokenizer_kinds import (
     bpe_tokenizer,
     byte_tokenizer,
     char_tokenizer,
     hf_tokenizer,
-    is_learned,
     load_tokenizer,
     named_tokenizer,
     with_tokens,
@@ -50,7 +52,6 @@ def make(data_files, tmp_path):
             "byte": byte_tokenizer,
             "char": lambda: char_tokenizer(text, True),
             "bpe": lambda: bpe_tokenizer(stretches(text), 600),
-            "t5": lambda: unigram(text),
             "gpt2": lambda: named_tokenizer(f"gpt2:{data_files / 'gpt2'}"),
             "hf": lambda: named_tokenizer(f"hf:{data_files / 'gpt2' / 'gpt2-tokenizer.json'}"),
         }
@@ -61,21 +62,11 @@ def make(data_files, tmp_path):
 
 @given(TEXT.filter(bool))
 def test_bytes_and_characters_round_trip(text):
-    ids = byte_tokenizer().encode(text)
-    assert ids.dtype == np.int64
-    assert ids.tolist() == list(text.encode())
-    assert byte_tokenizer().decode(ids) == text
     tokenizer = char_tokenizer(text, with_eot=False)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.vocab == len(set(text)) and int(ids.max()) == tokenizer.vocab - 1
-
-
-def test_an_empty_prompt_of_characters_is_in_the_vocabulary():
-    """The end-of-text token, else a line feed if the corpus has one, else its first character."""
-    for text, with_eot, first in (("ba\nna", False, 0), ("\tb\n", False, 1), ("ba", True, 2)):
-        assert char_tokenizer(text, with_eot).prompt("") == [first]
-    assert char_tokenizer("banana", False).prompt("") == [0]
+    assert byte_tokenizer().encode(text).tolist() == list(text.encode())
+    for each in (byte_tokenizer(), tokenizer):
+        assert each.encode(text).dtype == np.int64 and each.decode(each.encode(text)) == text
+    assert tokenizer.vocab == len(set(text)) == int(tokenizer.encode(text).max()) + 1
 
 
 def test_bytes_and_characters_are_numbered_by_code_point_and_unknown_ones_named():
@@ -90,6 +81,10 @@ def test_bytes_and_characters_are_numbered_by_code_point_and_unknown_ones_named(
     assert tokenizer.decode([0, 3, 9]) == f"a{END_OF_TEXT}\ufffd"
     with refused(repr("\U0001f642")):
         tokenizer.encode("ba\U0001f642")
+    # an empty prompt: the end-of-text token, else a line feed, else the first character
+    for text, with_eot, first in (("ba\nna", False, 0), ("\tb\n", False, 1), ("ba", True, 2)):
+        assert char_tokenizer(text, with_eot).prompt("") == [first]
+    assert char_tokenizer("banana", False).prompt("") == [0]
 
 
 def test_gpt2_has_its_published_ids_and_those_of_an_independent_tokenizer_file(gpt2, data_files):
@@ -115,26 +110,14 @@ def test_gpt2_has_its_published_ids_and_those_of_an_independent_tokenizer_file(g
         assert gpt2.decode(gpt2.encode(text)) == text
 
 
-@given(st.text(st.sampled_from("ab1 '!\n\t\r\u00e9\u00a0s"), max_size=60))
-def test_cutting_a_long_text_changes_no_token(gpt2, text):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("windlass.data.tokenizer.STRETCH", 12)
-        parts, cut = list(stretches(text)), gpt2.encode(text).tolist()
-    assert "".join(parts) == text and all(0 < len(part) <= 12 for part in parts)
-    places = np.cumsum([len(p) for p in parts])[:-1].tolist()
-    at_a_line_or_word = re.compile(r"(?<=\w)(?=\n\w)|(?<=\S\n)(?=\w)|(?<=\S)(?= \w)")
-    if all(at_a_line_or_word.match(text, place) for place in places):
-        assert cut == gpt2.encode(text).tolist()
-
-
 def whole(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a text that the library encodes at once."""
     return tokenizer.inner.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bpe", "t5", *tokenizer_fixtures.KINDS])
+@pytest.mark.parametrize("kind", ["gpt2", "bpe", *tokenizer_fixtures.KINDS])
 def test_stretches_of_a_text_have_the_ids_of_the_whole_text(kind, make, data_files, monkeypatch):
-    """Also for tokenizers that put a space before a text (`mistral`, `llama2`, `phi3`, `t5`)."""
+    """Also for tokenizers that put a space before a text (`mistral`, `llama2`, `phi3`)."""
     stretch = 1 << 13
     monkeypatch.setattr("windlass.data.tokenizer.STRETCH", stretch)
     book = (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:60_000]
@@ -151,24 +134,7 @@ def test_stretches_of_a_text_have_the_ids_of_the_whole_text(kind, make, data_fil
     run = "".join(book.split())[: 3 * stretch]
     changed = len(tokenizer.encode(run)) - len(whole(tokenizer, run))
     assert 0 <= changed <= 2 * 3
-    if kind != "t5":
-        assert tokenizer.decode(tokenizer.encode(run)) == run
-
-
-def unigram(text: str) -> Tokenizer:
-    """Pieces of a sentencepiece model, with a space before each word, the first one too."""
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-
-    inner = Inner(models.Unigram())
-    inner.normalizer = normalizers.Replace("\n", " ")
-    inner.pre_tokenizer = pre_tokenizers.Metaspace()
-    inner.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=800, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
-    )
-    inner.train_from_iterator(text[:100_000].split("\n"), trainer)
-    return Tokenizer("hf", inner, 1)
+    assert tokenizer.decode(tokenizer.encode(run)) == run
 
 
 def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
@@ -226,15 +192,10 @@ def test_a_text_begins_as_in_transformers_and_a_document_has_both_edges(kind, tm
     ours = hf_tokenizer(str(place))
     assert ours.ends == {ours.eot, 3} and ours.start == 4
     assert ours.prompt("") == (list(ours.begin) or [4])
-
-
-def test_equal_vocabularies_with_another_start_are_other_tokenizers(tmp_path):
-    """Their documents have other tokens, so prepared data of one is not the other's."""
-    place = tokenizer_fixtures.save("llama3", tmp_path)
-    with_bos = hf_tokenizer(str(place)).fingerprint
+    # without its begin-of-text token it gives documents other tokens
     tree = json.loads((place / "tokenizer.json").read_text())
     (place / "tokenizer.json").write_text(json.dumps(tree | {"post_processor": None}))
-    assert hf_tokenizer(str(place)).fingerprint != with_bos
+    assert (hf_tokenizer(str(place)).fingerprint != ours.fingerprint) == begins
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", *tokenizer_fixtures.KINDS])
@@ -309,9 +270,116 @@ def test_added_tokens_have_ids_that_only_a_template_writes(kind, make, tmp_path)
     assert load_tokenizer(tmp_path / "saved" / "tokenizer").fingerprint == added.fingerprint
 
 
-def test_a_tokenizer_that_needs_the_corpus(tmp_path: Path) -> None:
-    for setting in ("char", "bpe"):
-        assert is_learned(setting)
-        with refused("data.tokenizer", "prepare the data first", "shards:"):
-            named_tokenizer(setting)
-    assert not any(map(is_learned, ("byte", "gpt2", f"hf:{tmp_path}", "gpt2:char")))
+@pytest.mark.parametrize("setting", ["char", "bpe"])
+def test_a_tokenizer_that_needs_the_corpus(setting):
+    with refused("data.tokenizer", "prepare the data first", "shards:"):
+        named_tokenizer(setting)
+
+
+RUN = 'preset = "x"\n[data]\ntokenizer = "{}"\n'
+
+
+def tokenizer_of(**model: str) -> str:
+    return Recipe.model_validate({"model": model}).data.tokenizer
+
+
+def test_it_is_the_models_own(tmp_path: Path) -> None:
+    assert tokenizer_of() == "byte"
+    assert tokenizer_of(kind="hf", name="some/model") == "hf:some/model"
+    names = {name: name for name in ("gpt2", "hf:a/b", "byte")} | {
+        "bpe": f"hf:{tmp_path}/tokenizer"
+    }
+    for name, own in names.items():
+        (tmp_path / "recipe.toml").write_text(RUN.format(name))
+        for place in (f"{tmp_path}", f"{tmp_path}@best", f"{tmp_path}/checkpoints/step-00000010"):
+            assert tokenizer_of(kind="gpt", init_from=place) == own
+    (tmp_path / "recipe.toml").write_text(RUN.format("hf:a/b") + 'add_tokens = ["<|turn|>"]\n')
+    assert tokenizer_of(kind="gpt", init_from=f"{tmp_path}") == f"hf:{tmp_path}/tokenizer"
+    (tmp_path / "model").mkdir()
+    assert tokenizer_of(kind="gpt", init_from=f"{tmp_path}/model") == "byte"  # it has none
+    (tmp_path / "model" / "tokenizer.json").touch()
+    assert tokenizer_of(kind="gpt", init_from=f"{tmp_path}/model") == f"hf:{tmp_path}/model"
+
+
+def test_it_follows_the_model_until_it_is_set() -> None:
+    recipe = Recipe.load("quickstart")
+    own = recipe.replace("model.kind=hf", "model.name=a", "model.revision=r")
+    assert (own.data.tokenizer, own.tokenizer) == ("hf:a", "hf:a@r")
+    assert own.replace("model.name=b").data.tokenizer == "hf:b"
+    chosen = own.replace("data.tokenizer=gpt2")
+    assert chosen.replace("model.name=b").data.tokenizer == "gpt2"
+    assert chosen.replace("data.tokenizer=auto").data.tokenizer == "hf:a"
+    # all that reads it has the one that is used
+    assert recipe.data.vocab_ == 257 and recipe.flat()["data.tokenizer"] == "byte"
+    assert own.config_hash == own.replace("data.tokenizer=hf:a").config_hash
+    assert Recipe.load("bloom-560m-squad").data.tokenizer == "hf:bigscience/bloom-560m"
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char", "byte"])
+def test_weights_of_a_run_take_its_tokenizer_alone(tmp_path, kind):
+    """Another one of the same size learns other merges or characters, and its ids mean others."""
+    origin, other = tmp_path / "origin", tmp_path / "other.txt"
+    own = {"data__tokenizer": kind, "data__tokenizer_vocab": 270, "model__vocab": 270}
+    recipe = tiny_recipe(write_corpus(tmp_path / "text.txt", 400), origin, **own)
+    open_data(recipe).save_tokenizer(origin)
+    (origin / "recipe.toml").write_text(recipe.toml())
+    other.write_text("zyx wvu tsr qpo nml kji " * 200)
+    own |= {"model__init_from": str(origin), "data__dir": str(tmp_path / "new")}
+    new = tiny_recipe(other, tmp_path / "run", **own)
+    for wrong in ("bpe", "char"):
+        with refused(f"data.tokenizer = {wrong}", str(origin), "leave data.tokenizer out"):
+            prepare(new.replace({"data.tokenizer": wrong, "data.dir": str(tmp_path / wrong)}))
+    own_again = new.replace("data.tokenizer=auto")
+    if kind == "char":  # its corpus has no z
+        with refused("character tokenizer's corpus has no"):
+            prepare(own_again)
+        own_again = own_again.replace(f"data.source={tmp_path / 'text.txt'}")
+    assert prepare(own_again).tokenizer.fingerprint == open_data(recipe).tokenizer.fingerprint
+
+
+def test_another_one_than_the_models_is_refused(tmp_path):
+    text = write_corpus(tmp_path / "text.txt").read_text()
+    own, added, same_size, small = (
+        hf_fixtures.save_tokenizer([learned], tmp_path / f"{number}", vocab)
+        for number, (learned, vocab) in enumerate(
+            ((text, 320), (text, 320), (text[::-1], 320), (text, 300))
+        )
+    )
+    tree = json.loads((added / "tokenizer.json").read_text())
+    tree["added_tokens"].append({**tree["added_tokens"][0], "id": 320, "content": "<|turn|>"})
+    (added / "tokenizer.json").write_text(json.dumps(tree))
+
+    def ids(tokenizer: str, **model: Any) -> int:
+        place = {"source": str(tmp_path / "text.txt"), "dir": tempfile.mkdtemp(dir=tmp_path)}
+        model = {"kind": "hf", "name": str(own), **model}
+        recipe = {"model": model, "data": {**place, "tokenizer": tokenizer}}
+        return prepare(Recipe.model_validate(recipe)).tokenizer.vocab
+
+    assert ids("auto") == ids(f"hf:{own / 'tokenizer.json'}") == 320
+    assert ids(f"hf:{added}") == 321
+    with refused("data.tokenizer = byte", "257", "320", f"hf:{own}"):
+        ids("byte")
+    with refused("data.tokenizer", "300"):
+        ids(f"hf:{small}")
+    with refused("data.tokenizer", "300"):
+        ids(f"hf:{small}", kind="gpt", name="", init_from=str(own))
+    assert ids(f"hf:{small}", from_scratch=True) == 300
+    with refused("data.tokenizer", "320", "leave data.tokenizer out"):
+        ids(f"hf:{same_size}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model.kind": "hf", "model.name": "./nowhere"}, ("model.name: ", "is not a directory")),
+        ({"data.tokenizer": "hf:./nowhere"}, ("data.tokenizer: ", "is not a directory")),
+        ({"model.kind": "hf", "model.name": "MODEL"}, ("tokenizer.json", "name another")),
+    ],
+)
+def test_a_place_without_a_tokenizer_is_named_by_its_setting(tmp_path, settings, words):
+    hf_fixtures.config("llama").save_pretrained(tmp_path)
+    corpus = write_corpus(tmp_path / "text.txt", words=200)
+    data = {"data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+    places = {key: value.replace("MODEL", str(tmp_path)) for key, value in settings.items()}
+    with refused(*words):
+        prepare(Recipe.from_dict({**data, **places}))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from helpers import refused, tiny_recipe, write_corpus
-from windlass.data.directory import data_dirs
+from windlass.data.recipe_sources import data_dirs
 from windlass.data.shards import Index
 from windlass.errors import DONE, STOPPED, Stopped
 from windlass.fileio import read_json

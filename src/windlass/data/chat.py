@@ -40,7 +40,6 @@ GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 # Around a generation block. Like ESCAPE they are noncharacters, which are for use in a program.
 BEGIN, END = "\ufdd1", "\ufdd2"
 NONCHARACTERS = re.compile(f"[{ESCAPE}{BEGIN}{END}]")
-SPECIAL = re.compile(r"<\|[^\s<>{}|]+\|>")
 REMEDY = "put {% generation %} and {% endgeneration %} around the answers in the template"
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 
@@ -93,11 +92,6 @@ class Template:
         config = {**self.tokens, "chat_template": self.source}
         text = json.dumps(config, indent=1) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-
-    def unknown_tokens(self, tokenizer: Tokenizer) -> list[str]:
-        """What looks like a special token in the template and is none of the tokenizer's."""
-        found = dict.fromkeys(SPECIAL.findall(self.source))
-        return [text for text in found if text not in tokenizer.special]
 
     def lacks_end(self, tokenizer: Tokenizer) -> bool:
         """Whether answers end with the end-of-text token because the template writes no end."""
@@ -166,15 +160,10 @@ class Template:
     ) -> list[list[Piece]]:
         """The conversation up to its last answer, in pieces: one row, or a row for each answer.
 
-        If the template has `{% generation %}` blocks, their content has the loss. Otherwise an
-        answer begins after the prompt that the model gets for it, and the last one ends with the
-        text. In some layouts the next turn's first token ends an answer; if no token does, the
-        end-of-text token follows. Each answer has a row, which begins with its prompt, if an
-        earlier one lacks an end, or if the template writes it in another way, for example without
-        its thoughts.
+        If the template has `{% generation %}` blocks, their content has the loss; otherwise see
+        `_Answers`.
 
         Args:
-            variables: what the template reads beside the messages: `tools`, and names of a user.
             trained: the places of the answers with a loss; default: all.
             is_completion: generation blocks do not matter, as for TRL's completions.
         """
@@ -203,7 +192,8 @@ class Template:
 class _Answers:
     """The answers of a conversation, found by rendering its first messages.
 
-    An answer is a prompt, which the template writes for it, and the text after this prompt.
+    An answer is the text after the prompt that the model gets for it. In some layouts the next
+    turn's first token ends it; if no token does, the end-of-text token follows.
     """
 
     template: Template
@@ -213,47 +203,39 @@ class _Answers:
 
     @cached_property
     def text(self) -> Callable[..., str]:
-        """The text of the first messages; with `ask=True` and the prompt for the next one."""
-
-        @cache
-        def text(count: int, ask: bool = False) -> str:
-            messages = self.messages[:count]
-            return self.template.text(messages, self.tokenizer, ask, self.variables)
-
-        return text
+        """A function that gives the text of the first messages, with the prompt for an answer if
+        its second argument is True."""
+        render, tokenizer = self.template.text, self.tokenizer
+        return cache(lambda n, ask=False: render(self.messages[:n], tokenizer, ask, self.variables))
 
     def rows(self, wanted: Sequence[int]) -> list[list[Span]]:
-        """The whole text with the loss of the `wanted` answers, or a row for each of them."""
+        """The whole text with the loss of the `wanted` answers. If it has one in another form, for
+        example without its thought, or without an end: a row for each, which begins with its
+        prompt."""
         answers = [self.answer(place) for place in wanted]
-        rows = [self._in_whole(wanted, answers)]
-        if not rows[0]:
-            rows = [[(prompt, False), (answer, True)] for prompt, answer in answers]
-        eot = self.tokenizer.eot
-        for spans in rows:
-            text, has_loss = spans[-1]
-            if has_loss and eot is not None and not _has_end(text, self.tokenizer):
-                spans[-1] = text + self.tokenizer.inner.id_to_token(eot), True
-        return rows
-
-    def _in_whole(self, wanted: Sequence[int], answers: list[tuple[str, str]]) -> list[Span]:
-        """The whole text in spans; empty if it has an answer in another form or without an end."""
-        whole, spans, done = self.text(len(self.messages)), list[Span](), 0
         special, eot = self.tokenizer.special_pattern, self.tokenizer.eot
+        whole, spans, done = self.text(len(self.messages)), list[Span](), 0
+        rows = [spans]
         for place, (prompt, answer) in zip(wanted, answers, strict=True):
-            start, text = len(prompt), prompt + answer
             is_last = place == len(self.messages) - 1
-            stop = _shared(whole, text, self.tokenizer)
-            if stop < start or special.sub("", text[stop:]).strip():
-                return []
+            start, stop = len(prompt), _shared(whole, prompt + answer, self.tokenizer)
+            is_other = stop < start or special.sub("", (prompt + answer)[stop:]).strip()
             stop = len(whole) if is_last else stop
-            if not _has_end(text[start:stop], self.tokenizer):
-                if after := special.match(whole, stop):  # the next turn's first token ends it
-                    stop = after.end()
-                elif not is_last and eot is not None:
-                    return []
+            lacks_end = not _has_end(whole[start:stop], self.tokenizer)
+            if lacks_end and (after := special.match(whole, stop)):
+                stop, lacks_end = after.end(), False  # the next turn's first token ends it
+            if is_other or (lacks_end and not is_last and eot is not None):
+                rows = [[(prompt, False), (answer, True)] for prompt, answer in answers]
+                break
             spans += [(whole[done:start], False), (whole[start:stop], True)]
             done = stop
-        return [*spans, (whole[done:], False)] if done < len(whole) else spans
+        if done < len(whole):
+            spans.append((whole[done:], False))
+        for row in rows:
+            text, has_loss = row[-1]
+            if has_loss and eot is not None and not _has_end(text, self.tokenizer):
+                row[-1] = text + self.tokenizer.inner.id_to_token(eot), True
+        return rows
 
     def answer(self, place: int) -> tuple[str, str]:
         """The prompt for a message, and the message as its answer.
@@ -261,9 +243,22 @@ class _Answers:
         If the template does not write the prompt before an answer, or leaves out the answer's
         thought, both are written nevertheless, because the model gets and writes them.
         """
-        prompt = self._prompt(place)
-        answer = self.text(place + 1)[self._start(place, prompt) :]
-        return prompt, self._with_thought(place, prompt, answer)
+        prompt, whole = self._prompt(place), self.text(place + 1)
+        is_whole = whole.startswith(prompt)
+        answer = whole[len(prompt) if is_whole else self._start(place, prompt) :]
+        message = self.messages[place]
+        thought, end, _ = str(message["content"]).rpartition(THOUGHT_END)
+        thought = thought if end else message.get("reasoning_content") or ""
+        begins_thought, ends_thought = map(prompt.rstrip().endswith, (THOUGHT, THOUGHT_END))
+        is_left_out = bool(thought) and THOUGHT_END not in answer and not ends_thought
+        if THOUGHT_END not in self.template.source or (is_whole and not is_left_out):
+            return prompt, answer
+        answer = answer.rpartition(THOUGHT_END)[2].removeprefix(THOUGHT).lstrip()
+        if begins_thought or is_left_out:
+            thought = _escaped(thought, self.tokenizer).strip().removeprefix(THOUGHT).strip("\n")
+            answer = f"{thought}\n{THOUGHT_END}\n\n{answer}"
+            return prompt, answer if begins_thought else f"{THOUGHT}\n{answer}"
+        return prompt, answer
 
     def _prompt(self, place: int) -> str:
         if place:
@@ -280,37 +275,14 @@ class _Answers:
 
     def _start(self, place: int, prompt: str) -> int:
         """The first character of an answer, after the part of its prompt that is in the text."""
-        whole = self.text(place + 1)
-        if whole.startswith(prompt):
-            return len(prompt)
         with contextlib.suppress(UserError):
             first = _shared(prompt, self.text(place), self.tokenizer)
-            last = _shared(prompt, whole, self.tokenizer)
+            last = _shared(prompt, self.text(place + 1), self.tokenizer)
             lines = re.finditer(f"{self.tokenizer.special_pattern.pattern}|\n", prompt)
             if ends := [line.end() for line in lines if first < line.end() <= last]:
                 return ends[-1]
         problem = f"turn {place + 1} begins without the generation prompt {prompt[-80:]!r}"
         raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
-
-    def _with_thought(self, place: int, prompt: str, answer: str) -> str:
-        """An answer with the thought of its message, if the template leaves it out."""
-        is_rewritten = not self.text(place + 1).startswith(prompt)
-        is_open = prompt.rstrip().endswith(THOUGHT)
-        if prompt.rstrip().endswith(THOUGHT_END):  # the prompt has an empty thought
-            return answer.rpartition(THOUGHT_END)[2].lstrip() if is_rewritten else answer
-        if is_open and is_rewritten:
-            answer = answer.removeprefix(THOUGHT)
-        if THOUGHT_END not in self.template.source or THOUGHT_END in answer:
-            return answer
-        message = self.messages[place]
-        thought, end, _ = str(message["content"]).rpartition(THOUGHT_END)
-        if not end and message.get("reasoning_content"):
-            thought, end = f"{message['reasoning_content']}\n", f"{THOUGHT_END}\n\n"
-        escaped: str = _escaped(thought, self.tokenizer)
-        thought = escaped.lstrip().removeprefix(THOUGHT).lstrip("\n") + end
-        if thought:
-            return thought + answer if is_open else f"{THOUGHT}\n{thought}{answer}"
-        return f"\n{THOUGHT_END}\n\n{answer}" if is_open and is_rewritten else answer
 
 
 def _escaped(value: Any, tokenizer: Tokenizer) -> Any:

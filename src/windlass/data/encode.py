@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections import deque
@@ -25,12 +26,10 @@ from windlass.data.chat import Template
 from windlass.data.corpus import Need, Table
 from windlass.data.items import (
     QUESTION,
-    Conversation,
     Item,
     Pair,
     Question,
     example_of,
-    hash64,
     prompt_end,
     text_of,
 )
@@ -47,6 +46,7 @@ BATCH_CHARACTERS = 1 << 18  # for a worker at once: enough that the hand-over co
 BATCH_ITEMS = 256
 BEFORE = 256  # characters of the text before a part, for the tokenizer
 LEFT_OUT = "left-out.txt"
+SPECIAL = re.compile(r"<\|[^\s<>{}|]+\|>")  # looks like a special token
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some text files
 
 
@@ -68,10 +68,11 @@ def write_source(
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
     need = Need(spec, Table(directory, index))
+    index.items = index.resume.item
     characters = 0  # of the document so far
     batches = encode(source, directory, encoder, index.resume.item, workers, progress.note)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
-        for rows, batch in batches:
+        for rows, jobs in batches:
             for row in rows:
                 if row.problem:
                     if spec.on_bad_item == "stop":
@@ -87,24 +88,17 @@ def write_source(
                     writer.index.items = row.item + 1
                     return writer.finish(complete=False)
                 characters = 0
-            writer.index.items = batch.after
-            progress.update(f"tokens of {spec.name}", batch.fraction, writer.tokens)
+            last = jobs[-1]
+            writer.index.items = last.number + (not last.item.more)
+            progress.update(f"tokens of {spec.name}", last.item.fraction, writer.tokens)
         return writer.finish(complete=True)
 
 
 class Job(NamedTuple):
     number: int
-    item: Item
+    item: Item  # of a long text a part
     before: str | None = None  # the end of the text that it continues; None: it begins a text
-    text: int | None = None  # hash of the whole text up to here; None: of this item alone
-
-
-class Batch(NamedTuple):
-    """Items for a worker at once."""
-
-    jobs: list[Job]
-    after: int  # the number of the item that follows, which may be the rest of the last text
-    fraction: float  # of the source that is read
+    digest: int = 0  # hash of the whole text, in its last part
 
 
 def encode(
@@ -114,18 +108,18 @@ def encode(
     first: int,
     workers: int,
     note: Callable[[str], None],
-) -> Generator[tuple[list[Row], Batch], None, None]:
-    """The rows of a source from item `first` on, in order, with their batch.
+) -> Generator[tuple[list[Row], list[Job]], None, None]:
+    """The rows of a source from item `first` on, in order, with the jobs that gave them.
 
     Threads encode texts, because tokenizers release Python's lock; processes encode examples,
     because their templates are Python code.
     """
     ahead = batches_of(source, first)
     head = list(itertools.islice(ahead, 2))
-    for remark in encoder.remarks([job.item for job in head[0].jobs]):
+    for remark in encoder.remarks([job.item for jobs in head[:1] for job in jobs]):
         note(remark)
     use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
-    waiting = deque[tuple[Future[list[Row]], Batch]]()
+    waiting = deque[tuple[Future[list[Row]], list[Job]]]()
     with (
         worker_processes(directory, source.spec, workers)
         if use_processes
@@ -133,8 +127,8 @@ def encode(
         ThreadPoolExecutor(workers) as pool,
     ):
         try:
-            for batch in itertools.chain(head, ahead):
-                waiting.append((pool.submit(work, batch.jobs), batch))
+            for jobs in itertools.chain(head, ahead):
+                waiting.append((pool.submit(work, jobs), jobs))
                 if len(waiting) > 2 * workers:
                     future, done = waiting.popleft()
                     yield future.result(), done
@@ -145,29 +139,44 @@ def encode(
                 future.cancel()
 
 
-def batches_of(source: Source, number: int) -> Iterator[Batch]:
-    """The items of a source from a number on; the last batch may be empty."""
-    jobs, size, before = list[Job](), 0, ""
-    hashed, begins = hashlib.blake2b(digest_size=8), True  # of a text; whether an item begins one
-    item = Item("", None)
-    for item in source.items(number):
-        job = Job(number, item)
-        if item.more or not begins:  # a block of a long text
-            text = str(item.value)
-            hashed.update(text.encode("utf-8", "replace"))
-            digest = int.from_bytes(hashed.copy().digest(), "little")
-            job = job._replace(before=None if begins else before, text=digest)
-            before = (before + text)[-BEFORE:]
+def batches_of(source: Source, number: int) -> Iterator[list[Job]]:
+    """The items of a source from a number on, as many as a worker takes at once."""
+    jobs, size = list[Job](), 0
+    for job in jobs_of(source, number):
         jobs.append(job)
-        begins = not item.more
-        if begins:
-            number, before, hashed = number + 1, "", hashlib.blake2b(digest_size=8)
-        value = item.value
+        value = job.item.value
         size += len(value if isinstance(value, str | bytes) else str(value))
         if size >= BATCH_CHARACTERS or len(jobs) >= BATCH_ITEMS:
-            yield Batch(jobs, number, item.fraction)
+            yield jobs
             jobs, size = [], 0
-    yield Batch(jobs, number, item.fraction)
+    if jobs:
+        yield jobs
+
+
+def jobs_of(source: Source, number: int = 0) -> Iterator[Job]:
+    """The items of a source from a number on, texts in parts of at most `STRETCH` characters."""
+    before, hashed = None, hashlib.blake2b(digest_size=8)  # of the text so far
+    for item in source.items(number):
+        value = item.value
+        if source.spec.format == "text":
+            try:
+                text = text_of(item, source.spec)
+            except UserError as error:
+                if before is not None:  # the blocks of the text before it are written
+                    raise
+                text, value = "", error
+            hashed.update(text.encode("utf-8", "replace"))
+            *parts, last = list(stretches(text)) or [""]
+            for part in parts:
+                yield Job(number, item._replace(value=part, more=True), before)
+                before = ((before or "") + part)[-BEFORE:]
+            value = last if text else value
+        digest = int.from_bytes(hashed.digest(), "little")
+        yield Job(number, item._replace(value=value), before, digest)
+        if item.more:
+            before = ((before or "") + last)[-BEFORE:]
+        else:
+            number, before, hashed = number + 1, None, hashlib.blake2b(digest_size=8)
 
 
 @contextlib.contextmanager
@@ -223,106 +232,101 @@ class Encoder:
 
     def rows(self, jobs: list[Job]) -> list[Row]:
         """The rows of items; one with a `problem` if an item cannot be read."""
+        encode = self.text_rows if self.spec.format == "text" else self.example_rows
         rows = list[Row]()
         for job in jobs:
             try:
-                is_text = self.spec.format == "text"
-                rows += self.text_rows(job) if is_text else self.example_rows(job)
+                rows += encode(job)
             except UserError as error:
-                if job.text is not None:  # a block of a long text, whose other blocks are written
+                if job.before is not None or job.item.more:  # other parts of the text are written
                     raise
                 rows.append(Row(job.number, np.zeros(0, np.int64), problem=str(error)))
         return rows
 
     def text_rows(self, job: Job) -> list[Row]:
-        """A text as rows of at most `STRETCH` characters; none of an empty text."""
-        tokenizer = self.tokenizer
-        text = text_of(job.item, self.spec)
-        digest = hash64(text) if job.text is None else job.text
-        begins, before = job.before is None, job.before or ""
-        parts = list(stretches(text))
-        if not parts and not begins and not job.item.more:
-            parts = [""]  # the end of a text, after its last block
-        rows = list[Row]()
-        for number, part in enumerate(parts, 1):
-            is_last = number == len(parts) and not job.item.more
-            encode = tokenizer.encode_special if self.spec.special_tokens else tokenizer.encode
-            ids = tokenizer.with_edges(encode(part, before), begins and number == 1, is_last)
-            row = Row(job.number, ids, text=digest if is_last else 0)
-            rows.append(row._replace(characters=len(part), more=not is_last))
-            before = (before + part)[-BEFORE:]
-        return rows
+        """A text, or a part of one, as a row; none of an empty text."""
+        tokenizer, more, text = self.tokenizer, job.item.more, text_of(job.item, self.spec)
+        if not text and job.before is None:
+            return []
+        if self.spec.special_tokens:
+            head, *rest = list(tokenizer.pieces(text)) or [""]
+            begin = [head] if isinstance(head, int) else tokenizer.encode(head, job.before or "")
+            ids = np.append(begin, tokenizer.encode_marked([(piece, 0) for piece in rest])[0])
+            ids = ids.astype(np.int64)
+        else:
+            ids = tokenizer.encode(text, job.before or "")
+        first = tokenizer.first if job.before is None else ()
+        last = () if more else tokenizer.last
+        if tuple(ids[: len(first)].tolist()) != first:  # the text may have its edges
+            ids = np.append(first, ids)
+        if tuple(ids[len(ids) - len(last) :].tolist()) != last:
+            ids = np.append(ids, last)
+        digest = 0 if more else job.digest
+        return [Row(job.number, ids, text=digest, characters=len(text), more=more)]
 
     def example_rows(self, job: Job) -> list[Row]:
         """The tokens of an example, in one row or a row for each answer; UserError if it is bad."""
-        place = job.item.place
-        example = example_of(job.item, self.spec)
+        spec, tokenizer, place = self.spec, self.tokenizer, job.item.place
+        example = example_of(job.item, spec)
         if isinstance(example, Question):
             return [self._question_row(job.number, example)]
-        rows, group = list[Row](), example.group
         try:
-            for tokens, marks in self._encoded(example):
-                marks[:1] = False  # no token predicts the first one
-                if marks.any():
-                    reach = int(marks.argmax()) + 1
-                    rows.append(Row(job.number, tokens, marks, group, group=group, reach=reach))
+            if isinstance(example, Pair):
+                has_completion = bool(example.completion.strip())
+                encoded = [self._encode_pair(*example.texts)] if has_completion else []
+            else:
+                is_completion = spec.answers == "auto" and example.prompt > 0
+                how = example.variables, example.trained(spec.answers), is_completion
+                rendered = self.template.rows(example.messages, tokenizer, *how)
+                encoded = [tokenizer.encode_marked(pieces) for pieces in rendered]
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
+        rows, group = list[Row](), example.group
+        for ids, counted in encoded:
+            marks = np.array(counted, bool) | (spec.answers == "everything")
+            marks[:1] = False  # no token predicts the first one
+            if marks.any():
+                tokens, reach = np.array(ids, np.int64), int(marks.argmax()) + 1
+                rows.append(Row(job.number, tokens, marks, group, group=group, reach=reach))
         if not rows:
             problem = "there is nothing to learn, because its answers are empty or do not count"
             raise UserError(f"{place}: {problem}; remove the item")
         rows[-1] = rows[-1]._replace(characters=sum(map(len, example.texts)))  # of the whole item
         return rows
 
-    def _encoded(self, example: Conversation | Pair) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Tokens (int64) and marks (bool) of each row of an example."""
-        spec, learns_all = self.spec, self.spec.answers == "everything"
-        if isinstance(example, Pair):
-            tokens, marks = self._encoded_pair(example)
-            yield tokens, (marks | learns_all) & bool(example.completion.strip())
-            return
-        trained = example.trained(spec.answers)
-        is_completion = spec.answers == "auto" and example.prompt > 0
-        how = example.variables, trained, is_completion
-        for pieces in self.template.rows(example.messages, self.tokenizer, *how):
-            ids, counted = self.tokenizer.encode_marked(pieces)
-            yield np.array(ids, np.int64), np.array(counted, bool) | learns_all
-
-    def _encoded_pair(self, pair: Pair) -> tuple[np.ndarray, np.ndarray]:
-        """Two texts, then the end-of-text token."""
+    def _encode_pair(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        """Prompt, completion and the end-of-text token, with marks on all after the prompt."""
         tokenizer = self.tokenizer
-        if self.spec.special_tokens:
-            texts = enumerate(pair.texts)
-            pieces = [(piece, mark) for mark, text in texts for piece in tokenizer.pieces(text)]
+        if self.spec.special_tokens and self.spec.format == "chat":
+            pieces = [(piece, 0) for piece in tokenizer.pieces(prompt)]
+            pieces += [(piece, 1) for piece in tokenizer.pieces(completion)]
             ids, marks = tokenizer.encode_marked(pieces)
-            completion = sum(marks)
             if tuple(ids[: len(tokenizer.begin)]) != tokenizer.begin:
-                ids = [*tokenizer.begin, *ids]
-            prompt = len(ids) - completion
+                ids, marks = [*tokenizer.begin, *ids], [0] * len(tokenizer.begin) + marks
         else:
-            ids, prompt = tokenizer.encode_pair(pair.prompt, pair.completion)
+            texts = prompt, prompt + completion
+            start, ids = ([*tokenizer.begin, *tokenizer.encode(t).tolist()] for t in texts)
+            # one text, if this leaves the prompt's own tokens unchanged
+            if ids[: len(start)] != start or len(ids) == len(start):
+                ids = start + tokenizer.encode(completion, before=prompt or "a").tolist()
+            marks = [0] * len(start) + [1] * (len(ids) - len(start))
         if tokenizer.eot is not None and ids[-1:] != [tokenizer.eot]:
-            ids = [*ids, tokenizer.eot]
-        return np.array(ids, np.int64), np.arange(len(ids)) >= prompt
+            ids, marks = [*ids, tokenizer.eot], [*marks, 1]
+        return ids, marks
 
     def _question_row(self, number: int, question: Question) -> Row:
-        tokenizer = self.tokenizer
-        if tokenizer.eot is None:
-            problem = "data.tokenizer lacks an end-of-text token to end an answer"
-            raise UserError(f"{problem}; use byte, bpe, gpt2 or hf:")
-        answer = question.answers[0]
-        both, prompt = tokenizer.encode_pair(question.prompt, f" {answer}")
-        ids = np.array([*both, tokenizer.eot], np.int64)
+        tokenizer, answer = self.tokenizer, question.answers[0]
+        ids, marks = self._encode_pair(question.prompt, f" {answer}")
         context = question.context[: question.context.index(answer) + len(answer)]
         reached = QUESTION.format(question=question.question, context=context)
         return Row(
             number,
-            ids,
-            marks=np.arange(len(ids)) >= prompt,
+            np.array(ids, np.int64),
+            marks=np.array(marks, bool),
             text=question.hash,
             characters=sum(map(len, question.texts)),
             group=question.group,
-            tail=len(ids) - prompt + prompt_end(question, tokenizer),
+            tail=sum(marks) + prompt_end(question, tokenizer),
             reach=len(tokenizer.prompt(reached)),
         )
 
@@ -341,18 +345,20 @@ class Encoder:
                     texts.append((item.place, "".join(example.texts)))
         if unread:
             yield f"{spec.name}: not read: {', '.join(unread)}"
-        if spec.format == "chat" and (unknown := self.template.unknown_tokens(tokenizer)):
+        special = dict.fromkeys(
+            SPECIAL.findall(self.template.source if spec.format == "chat" else "")
+        )
+        if unknown := [text for text in special if text not in tokenizer.special]:
             problem = f"the chat template writes {', '.join(unknown)}, which the tokenizer lacks"
             yield f"{problem}: data.add_tokens='{','.join(unknown)}' makes each one token"
         if spec.special_tokens or spec.separator:
             return
-        special = (*SEPARATORS, *tokenizer.special)
         for place, text in texts:
-            if seen := next((token for token in special if token in text), ""):
-                problem = f"{place} has {seen} in it, which is plain text to the model"
+            tokens = (*SEPARATORS, *tokenizer.special)
+            if seen := next((token for token in tokens if token in text), ""):
                 remedy = "data.special_tokens=true makes it a token"
                 if spec.format == "text":
                     separator = json.dumps(seen)
                     remedy += f", and in a text file data.separator={separator} begins a document"
-                yield f"{problem}: {remedy}"
+                yield f"{place} has {seen} in it, which is plain text to the model: {remedy}"
                 return

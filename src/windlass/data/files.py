@@ -1,6 +1,4 @@
-"""The local files of a source, and the items in each: texts in blocks, JSON and CSV item by item,
-Parquet in batches of rows, so that memory is bounded.
-"""
+"""The local files of a source, and the items in each, read in bounded memory."""
 
 from __future__ import annotations
 
@@ -163,7 +161,7 @@ def read_files(spec: SourceSpec, files: list[Path], start: int = 0) -> Iterator[
 def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[tuple[Item, float]]:
     """The items of a file, the last one perhaps an error, and the bytes before each; the first
     `skip` ones may lack a value."""
-    place = shown(path)
+    place, ending = shown(path), suffixes(path)[0]
     try:
         if spec.on_bad_item == "skip" and is_text(path, spec):
             with path.open("rb") as checked:  # a text with an error is left out whole
@@ -172,7 +170,18 @@ def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[
         with path.open("rb") as file:
             # Some readers close their stream at its end.
             raw = io.BufferedReader(io.FileIO(file.fileno(), closefd=False), READ)
-            for item in _items_by_format(raw, path, spec, skip):
+            if ending == ".parquet":
+                items = _parquet(raw, place, spec, skip)
+            elif is_text(path, spec):
+                items = _texts(_decoded(unpacked(path, raw)), place, spec.separator)
+            elif spec.format == "squad":
+                items = _questions(unpacked(path, raw), place)
+            elif ending in (".csv", ".tsv"):
+                items = _rows(unpacked(path, raw), place, "\t" if ending == ".tsv" else ",", spec)
+            else:
+                read = _json_values if ending == ".json" else _lines
+                items = read(unpacked(path, raw), place)
+            for item in items:
                 yield item, item.fraction * size or os.lseek(file.fileno(), 0, os.SEEK_CUR)
     except UserError as error:
         yield Item(place, error), size
@@ -183,20 +192,6 @@ def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[
         if isinstance(error, UnicodeDecodeError):
             problem = f"has the byte 0x{error.object[error.start]:02x}, not UTF-8; {TO_UTF8}"
         yield Item(place, UserError(f"{place} {problem}")), size
-
-
-def _items_by_format(raw: BinaryIO, path: Path, spec: SourceSpec, skip: int) -> Iterator[Item]:
-    place, ending = shown(path), suffixes(path)[0]
-    if ending == ".parquet":
-        return _parquet(raw, place, spec, skip)
-    stream = unpacked(path, raw)
-    if is_text(path, spec):
-        return _texts(_decoded(stream), place, spec.separator)
-    if spec.format == "squad":
-        return _questions(stream, place)
-    if ending in (".csv", ".tsv"):
-        return _rows(stream, place, "\t" if ending == ".tsv" else ",", spec)
-    return _json_values(stream, place) if ending == ".json" else _lines(stream, place)
 
 
 def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.data.recipe_sources import SourceSpec
@@ -192,24 +192,23 @@ def example_of(item: Item, spec: SourceSpec) -> Example:
     record, columns = record_of(item), dict(spec.columns)
     renamed = {name: record[column] for name, column in columns.items() if column in record}
     rest = {k: v for k, v in record.items() if k not in columns.values()} | renamed
-    shape = "SQuAD" if spec.format == "squad" else _shape_of(rest, item.place)
+    shape = "SQuAD" if spec.format == "squad" else ""
+    for name, keys in SHAPES.items():
+        if not shape and all(rest.get(key) is not None for key in keys):
+            shape = name
+    if not shape:
+        problem = f"the item has {', '.join(map(repr, list(rest)[:12])) or 'no keys'}"
+        shapes = ", ".join(f"{' and '.join(keys)} ({name})" for name, keys in SHAPES.items())
+        remedy = "data.columns renames others, as data.columns.instruction=question"
+        raise UserError(f"{item.place}: {problem}, and a conversation has {shapes}; {remedy}")
     try:
-        return _question(rest) if spec.format == "squad" else _conversation(rest, shape)
+        example = _question(rest) if shape == "SQuAD" else _conversation(rest, shape)
+        return replace(example, unread=tuple(key for key, value in rest.items() if value))
     except KeyError as error:
         problem = f"{error.args[0]!r} is missing"
     except (ValueError, TypeError, AttributeError) as error:
         problem = str(error)
     raise UserError(f"{item.place}: {problem}; the item has the shape {shape}")
-
-
-def _shape_of(record: dict[str, Any], place: str) -> str:
-    for shape, keys in SHAPES.items():
-        if all(record.get(key) is not None for key in keys):
-            return shape
-    problem = f"the item has {', '.join(map(repr, list(record)[:12])) or 'no keys'}"
-    shapes = ", ".join(f"{' and '.join(keys)} ({shape})" for shape, keys in SHAPES.items())
-    remedy = "data.columns renames others, as data.columns.instruction=question"
-    raise UserError(f"{place}: {problem}, and a conversation has {shapes}; {remedy}")
 
 
 # The functions below take what they read out of `rest`, and raise ValueError, KeyError, TypeError
@@ -224,26 +223,31 @@ def _question(rest: dict[str, Any]) -> Question:
     if answers[0] not in context:
         raise ValueError(f"its answer {answers[0]!r} is not in its context")
     group = hash64(str(rest.pop("title", "") or context))
-    return Question(name, question.strip(), context, answers, group, _with_value(rest))
+    return Question(name, question.strip(), context, answers, group)
 
 
 def _conversation(rest: dict[str, Any], shape: str) -> Conversation | Pair:
-    prompt = 0
+    prompt, turns = 0, list[Any]()
     if shape == "Alpaca":
-        turns: Any = _alpaca_turns(rest)
+        request = "\n\n".join(filter(None, (rest.pop("instruction"), rest.pop("input", None))))
+        answer = rest.pop("output")
+        if answer and isinstance(answer, list):
+            answer = answer[0]
+        for asked, replied in (*(rest.pop("history", None) or ()), (request, answer)):
+            turns.append({"role": "user", "content": asked})
+            turns.append({"role": "assistant", "content": replied})
     elif shape == "prompt and completion":
         before, after = rest.pop("prompt"), rest.pop("completion")
         if isinstance(before, str) and isinstance(after, str):
-            return Pair(before, after, _with_value(rest))
+            return Pair(before, after)
         turns, prompt = [*before, *after], len(before)
     else:
         turns = rest.pop(SHAPES[shape][0])
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"a conversation is a list of turns, not a {type(turns).__name__}")
-    messages, untrained = list[Message](), set[int]()
-    for place, turn in enumerate(turns):
-        message = _message(turn, f"turn {place + 1}")
-        messages.append(message)
+    messages = [_message(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
+    untrained = set[int]()
+    for place, (turn, message) in enumerate(zip(turns, messages, strict=True)):
         is_empty = not message.get("tool_calls") and not message["content"].strip()
         if is_empty or 0 in (turn.get("weight"), turn.get("train")):
             untrained.add(place)
@@ -259,23 +263,7 @@ def _conversation(rest: dict[str, Any], shape: str) -> Conversation | Pair:
     if tools and not isinstance(tools, list):
         raise ValueError("tools are a list")
     variables = {**(rest.pop("chat_template_kwargs", None) or {}), "tools": tools or None}
-    return Conversation(messages, variables, prompt, frozenset(untrained), _with_value(rest))
-
-
-def _with_value(rest: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(key for key, value in rest.items() if value)
-
-
-def _alpaca_turns(rest: dict[str, Any]) -> list[dict[str, Any]]:
-    request = "\n\n".join(filter(None, (rest.pop("instruction"), rest.pop("input", None))))
-    answer = rest.pop("output")
-    if answer and isinstance(answer, list):
-        answer = answer[0]
-    turns = []
-    for asked, replied in (*(rest.pop("history", None) or ()), (request, answer)):
-        turns.append({"role": "user", "content": asked})
-        turns.append({"role": "assistant", "content": replied})
-    return turns
+    return Conversation(messages, variables, prompt, frozenset(untrained))
 
 
 def _message(turn: Any, where: str) -> Message:
@@ -296,13 +284,12 @@ def _message(turn: Any, where: str) -> Message:
     left_out = ("from", "value", "weight", "train")
     message = {k: v for k, v in turn.items() if v is not None and k not in left_out}
     if calls:
-        message["tool_calls"] = [_tool_call(call) for call in calls]
+        message["tool_calls"] = []
+    for call in calls or ():
+        function = dict(call.get("function", call))
+        if isinstance(function.get("arguments"), str):  # OpenAI's JSON; templates need an object
+            function["arguments"] = json.loads(function["arguments"])
+        message["tool_calls"].append(
+            {**call, "function": function} if "function" in call else function
+        )
     return {**message, "role": role, "content": content}
-
-
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object, as templates need it; OpenAI writes them as JSON."""
-    function = dict(call.get("function", call))
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = json.loads(function["arguments"])
-    return {**call, "function": function} if "function" in call else function

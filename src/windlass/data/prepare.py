@@ -1,37 +1,39 @@
 """Prepare the data of a recipe: one process writes the tokens of each source, as far as the recipe
-needs them, and all ranks check them.
-
-A directory under `data.dir` has the tokens of one source by one tokenizer, as far as any recipe has
-needed them. Windlass divides them into training and validation data when it reads them.
+needs them, and all ranks check them. Reading divides them into training and validation data.
 """
 
 from __future__ import annotations
 
 import errno
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.data.chat import PLAIN_LAYOUT, Template
 from windlass.data.corpus import Corpus, Table, documents_read
-from windlass.data.directory import (
-    directory_of,
-    file_states,
-    lock_directory,
-    remember,
-    source_key,
-    verify,
-)
 from windlass.data.encode import Encoder, write_source
 from windlass.data.external_shards import index_shards
 from windlass.data.progress import Progress
-from windlass.data.recipe_sources import Member, SourceSpec, members_of, root_of
+from windlass.data.recipe_sources import (
+    Member,
+    SourceSpec,
+    directory_of,
+    lock_directory,
+    members_of,
+    root_of,
+    source_key,
+)
 from windlass.data.recipe_tokenizer import check_tokenizer, open_tokenizer, tokenizer_files
-from windlass.data.shards import INDEX, Index, prepare_again
+from windlass.data.shards import INDEX, Index, bad_shard, prepare_again
 from windlass.data.sources import changes, describe_source, open_source
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
+from windlass.fileio import read_json, sha256_of, write_atomic
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe
 
@@ -50,8 +52,7 @@ def prepare(
 ) -> Prepared:
     """Prepare the data of a recipe as far as it needs them, and check them.
 
-    One process of a file system prepares. The others wait for it, or go on if it is killed. All
-    `ranks` call this together.
+    All `ranks` call this together: one process of a file system prepares, and the others wait.
 
     Args:
         tokenizer: The tokenizer of a run, with its `template`; the corpus may then be gone.
@@ -122,22 +123,18 @@ class Prepared:
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
     """The prepared data of a recipe, not checked; None if the recipe needs more."""
+    members, found = members_of(recipe), dict[SourceSpec, Corpus]()
     tokenizer: Tokenizer | None = None
-    members = list[Member[Corpus]]()
-    for member in members_of(recipe):
-        corpora = list[Corpus]()
-        for spec in member.sources:
-            directory = directory_of(spec, recipe)
-            index = Index.load(directory)
-            if index is None or not is_enough(directory, index, spec):
-                return None
-            tokenizer = tokenizer or load_tokenizer(directory / FOLDER)
-            corpora.append(Corpus(directory, index, spec, tokenizer))
-        count = len(member.train)
-        members.append(Member(member.name, member.data, corpora[:count], corpora[count:]))
+    for spec in (spec for member in members for spec in member.sources):
+        directory = directory_of(spec, recipe)
+        index = Index.load(directory)
+        if index is None or not is_enough(directory, index, spec):
+            return None
+        tokenizer = tokenizer or load_tokenizer(directory / FOLDER)
+        found[spec] = Corpus(directory, index, spec, tokenizer)
     assert tokenizer is not None
-    folder = members[0].sources[0].directory / FOLDER
-    return Prepared(members, tokenizer, Template.of_directory(folder))
+    template = Template.of_directory(next(iter(found.values())).directory / FOLDER)
+    return Prepared([member.opened(found.__getitem__) for member in members], tokenizer, template)
 
 
 def is_enough(directory: Path, index: Index, spec: SourceSpec) -> bool:
@@ -161,8 +158,7 @@ class _Preparation:
 
     def corpus(self, spec: SourceSpec) -> Corpus:
         """A source, prepared as far as its limit."""
-        directory = directory_of(spec, self.recipe)
-        now = describe_source(spec)
+        directory, now = directory_of(spec, self.recipe), describe_source(spec)
         todo, index, change = self._look(spec, directory, now)
         if todo != "use":
             with lock_directory(directory, self.progress.note):
@@ -175,7 +171,7 @@ class _Preparation:
                         path.unlink(missing_ok=True)
                     index, change = None, ""
                 if todo != "use":
-                    index = self._write(spec, directory, index)
+                    index = self._write(spec, directory, index, now)
         assert index is not None
         if spec.is_val and not index.tokens:
             raise UserError(f"{spec.setting}: there is nothing to read in {spec.name}")
@@ -183,78 +179,127 @@ class _Preparation:
         return Corpus(directory, index, spec, self.tokenizer, is_new=is_new, change=change)
 
     def _look(
-        self, spec: SourceSpec, directory: Path, now: dict[str, Any] | None
+        self, spec: SourceSpec, directory: Path, now: dict[str, Any]
     ) -> tuple[Todo, Index | None, str]:
-        """What to do for a source, its index, and a sentence on a change since; `now`: the
-        description of the source."""
-        index = Index.load(directory)
+        """What to do for a source described as `now`, its index, and a sentence on a change."""
+        index, change = Index.load(directory), ""
         if index is None:
             return "renew", None, ""
-        change = ""
         since = f"changed since {directory} was prepared"
         if self.files and index.key.get("files", self.files) != self.files:
             change = f"the files of data.tokenizer or data.chat_template have {since}"
         elif now and (difference := changes(index.source, now)):
             change = f"{spec.setting}: {spec.name} has {since}: {difference}"
+        enough, keep = is_enough(directory, index, spec), ""
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
-        enough = is_enough(directory, index, spec)
-        return decide(directory, change, is_other, enough, self.choice), index, change
+        if self.choice == "prepare" and (change or is_other):
+            return "renew", index, change
+        if is_other:
+            problem = f"{directory} was prepared with another tokenizer"
+            raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
+        if change and not (self.choice == "keep" and enough):
+            if enough:
+                keep = 'data.changed="keep" trains on the prepared tokens, '
+            raise UserError(f'{change}; {keep}data.changed="prepare" prepares it again')
+        return "use" if enough else "extend", index, change
 
-    def _write(self, spec: SourceSpec, directory: Path, old: Index | None) -> Index:
+    def _write(
+        self, spec: SourceSpec, directory: Path, old: Index | None, now: dict[str, Any]
+    ) -> Index:
         """Write the shards of a source, after the full ones of `old`."""
-        recipe, tokenizer, progress = self.recipe, self.tokenizer, self.progress
-        source = None
+        recipe, tokenizer, template, source = self.recipe, self.tokenizer, self.template, None
         if spec.kind != "shards":
             commit = old.source.get("commit") if old else ""  # the Hub may have a newer one
             pinned = replace(spec, revision=commit) if commit else spec
-            source = open_source(pinned, progress.note)
+            source = open_source(pinned, self.progress.note)
             if tokenizer.eot is None and not source.single_text:
                 problem = f"{recipe.data.tokenizer} lacks a token that ends a document"
                 raise UserError(f"data.tokenizer: {problem}; use another")
+        layout = ""
         tokenizer.save(directory)
         if spec.format != "text":
-            self.template.save(directory / FOLDER)
+            template.save(directory / FOLDER)
+        if spec.format == "chat":
+            layout = (
+                f"the chat template of {recipe.as_written.data.chat_template or recipe.tokenizer}"
+            )
+            if not template.source:
+                layout = f"{PLAIN_LAYOUT} ({recipe.tokenizer} lacks a chat template)"
+            elif template.lacks_end(tokenizer):
+                end = tokenizer.inner.id_to_token(tokenizer.eot)
+                layout += f", with {end} at the end of each answer"
         index = old or Index(
             key=source_key(spec, recipe) | {"files": self.files},
-            source=source.description if source else describe_source(spec) or {},
+            source=source.description if source else now,
             tokenizer=tokenizer.describe(),
-            template=self._layout() if spec.format == "chat" else "",
+            template=layout,
             single_text=source is not None and source.single_text,
             masked=spec.format != "text",
             shard_tokens=recipe.data.shard_tokens,
         )
         if source is None:
-            index = index_shards(spec, directory, index, recipe.data.workers, progress)
+            index = index_shards(spec, directory, index, recipe.data.workers, self.progress)
         else:
-            encoder = Encoder(spec, tokenizer, self.template)
+            encoder = Encoder(spec, tokenizer, template)
             workers = recipe.data.workers or usable_cores()
-            index = write_source(source, directory, index, encoder, workers, progress)
+            index = write_source(source, directory, index, encoder, workers, self.progress)
         if old is None:  # After a resume, `verify` must still hash the earlier process's files.
             remember(directory, file_states(directory, index))
         return index
 
-    def _layout(self) -> str:
-        """The layout of conversations, in words."""
-        if not self.template.source:
-            return f"{PLAIN_LAYOUT} ({self.recipe.tokenizer} lacks a chat template)"
-        name = self.recipe.as_written.data.chat_template or self.recipe.tokenizer
-        layout = f"the chat template of {name}"
-        if self.template.lacks_end(self.tokenizer):
-            end = self.tokenizer.inner.id_to_token(self.tokenizer.eot)
-            layout += f", with {end} at the end of each answer"
-        return layout
+
+# -- checksums
+
+VERIFIED = "verified.json"
+# Of each file that was checked: its size, time of change (ns) and SHA-256.
+States = dict[str, list[int | str]]
 
 
-def decide(
-    directory: Path, change: str, is_other_tokenizer: bool, is_enough: bool, choice: str
-) -> Todo:
-    """What to do for a directory that has tokens; `change` is a sentence on a change, or ''."""
-    if choice == "prepare" and (change or is_other_tokenizer):
-        return "renew"
-    if is_other_tokenizer:
-        problem = f"{directory} was prepared with another tokenizer"
-        raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
-    if change and not (choice == "keep" and is_enough):
-        keep = 'data.changed="keep" trains on the prepared tokens, ' if is_enough else ""
-        raise UserError(f'{change}; {keep}data.changed="prepare" prepares it again')
-    return "use" if is_enough else "extend"
+def verify(
+    directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
+) -> None:
+    """Check each file that changed since the last check; the ranks of a host divide them."""
+    rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
+    verified: States = read_json(directory / VERIFIED)
+    problem = ""
+    try:
+        states = file_states(directory, index)
+        own = [file for file in list(states)[rank::world] if verified.get(file) != states[file]]
+        with ThreadPoolExecutor(4) as pool:
+            digests = pool.map(lambda file: sha256_of(directory / file), own)
+            for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
+                # another process may have extended the file meanwhile
+                if sha256 != states[file][2] == file_states(directory, index).get(file, [""])[-1]:
+                    remedy = prepare_again(directory)
+                    raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
+                tick(done / len(own))
+    except UserError as error:
+        problem = str(error)
+    if ranks:
+        problem = next(filter(None, ranks.all_gather_object("damaged shards", problem)), "")
+    if problem:
+        raise UserError(problem)
+    if rank == 0 and states != verified:
+        remember(directory, states)
+
+
+def file_states(directory: Path, index: Index) -> States:
+    """The state of each local file; UserError for a wrong size."""
+    states: States = {}
+    newest = Index.load(directory) or index
+    for shard in newest.shards:
+        for file, (size, sha256) in shard.files(newest.row).items():
+            path = directory / file
+            if path.is_file() and (stat := path.stat()).st_size == size:
+                states[file] = [size, stat.st_mtime_ns, sha256]
+                continue
+            if newest != (Index.load(directory) or index):
+                return file_states(directory, index)
+            raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
+    return states
+
+
+def remember(directory: Path, states: States) -> None:
+    """Record that the files were checked, or written, in these states."""
+    if os.access(directory, os.W_OK):
+        write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")

@@ -1,17 +1,28 @@
-"""List the sources that a recipe names, each with the settings by which its items are read."""
+"""List the sources that a recipe names, each with the settings by which its items are read, and
+their directories under `data.dir`. Recipes share a directory if the settings that determine the
+tokens are equal: its name has a hash of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import platform
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from windlass.data.tokenizer import LEARNED
+from windlass.errors import UserError
+from windlass.fileio import LockHeld, acquire_lock, locked
 from windlass.recipe import DataSettings, Recipe
 
+LOCK = ".lock"
 DOWNLOADS = ".downloads"  # hidden, so that a source `data/` does not contain it
 KINDS = ("hf", "squad", "shards")
 # Settings of `data` that a `SourceSpec` also has.
@@ -110,34 +121,27 @@ def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec
         # the names as written, and the places with absolute paths
         data, located = written.part(number), recipe.data.part(number)
         prefix = f"data.mix.{member}." if member else "data."
-        common = SourceSpec(
+        own = SourceSpec(
             name="",
             place="",
             format=data.format,
+            split=data.split,
+            revision=data.revision,
             streaming=data.streaming,
+            sha256=data.sha256,
             columns=tuple(data.columns.items()),
+            setting=f"{prefix}source",
             cache_bytes=int(data.cache_gb * 1e9),
             downloads=root_of(recipe) / DOWNLOADS,
+            limit=-(-data.max_tokens // len(data.sources)),
             **{name: getattr(data, name) for name in SHARED},
         )
-        train = [
-            replace(
-                common,
-                name=name,
-                place=place,
-                split=data.split,
-                revision=data.revision,
-                sha256=data.sha256,
-                setting=f"{prefix}source",
-                limit=-(-data.max_tokens // len(data.sources)),
-            )
-            for name, place in zip(data.sources, located.sources, strict=True)
-        ]
-        setting = f"{prefix}eval_source"
-        val = [replace(spec, is_val=True, setting=setting, sha256="") for spec in train]
+        names = zip(data.sources, located.sources, strict=True)
+        train = [replace(own, name=name, place=place) for name, place in names]
+        held = replace(own, is_val=True, setting=f"{prefix}eval_source", sha256="")
+        val = [replace(held, name=spec.name, place=spec.place) for spec in train]
         if any(data.eval_sources):
-            split = data.eval_split or data.split
-            held = replace(common, is_val=True, setting=setting, split=split)
+            held = replace(held, split=data.eval_split or data.split, revision="")
             names = zip(data.eval_sources, located.eval_sources, strict=True)
             val = [replace(held, name=name, place=place) for name, place in names]
         elif data.eval_split and data.sources[0].startswith("hf:"):
@@ -155,3 +159,56 @@ def root_of(recipe: Recipe) -> Path:
     if recipe.data.dir:
         return Path(recipe.data.dir).expanduser()
     return (recipe.home or Path()) / "data"
+
+
+def data_dirs(recipe: Recipe) -> list[Path]:
+    """The directories of all sources of a recipe, prepared or not."""
+    specs = [spec for member in members_of(recipe) for spec in member.sources]
+    return list(dict.fromkeys(directory_of(spec, recipe) for spec in specs))
+
+
+def directory_of(spec: SourceSpec, recipe: Recipe) -> Path:
+    return root_of(recipe) / f"{spec.slug}-{hash_of_key(source_key(spec, recipe))}"
+
+
+def source_key(spec: SourceSpec, recipe: Recipe) -> dict[str, Any]:
+    """The settings that determine the tokens of a source."""
+    data = recipe.as_written.data
+    key = tokenizer_key(recipe) | {"source": spec.key}
+    if spec.format == "chat" and data.chat_template:
+        key["chat_template"] = data.chat_template
+    if spec.format == "chat" and data.chat_template_kwargs:
+        key["chat_template_kwargs"] = data.chat_template_kwargs
+    return key
+
+
+def tokenizer_key(recipe: Recipe) -> dict[str, Any]:
+    """The settings that determine the tokenizer; a learned one depends on its sources, too."""
+    data = recipe.as_written.data
+    key: dict[str, Any] = {"tokenizer": recipe.as_written.tokenizer}
+    if data.add_tokens:
+        key["add_tokens"] = data.add_tokens
+    if data.tokenizer in LEARNED:
+        members = members_of(recipe)
+        key["train"] = [spec.key for member in members for spec in member.train]
+        key["val"] = [spec.key for member in members for spec in member.val]
+        if data.tokenizer == "bpe":
+            key["vocab"] = data.tokenizer_vocab
+            key["held_out"] = [member.held_fraction for member in members]
+    return key
+
+
+def hash_of_key(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def lock_directory(directory: Path, notify: Callable[[str], None]) -> AbstractContextManager[Any]:
+    """Hold a directory's lock, which the kernel releases when the process ends."""
+    try:
+        return acquire_lock(directory / LOCK, seconds=1) or contextlib.nullcontext()
+    except LockHeld:
+        notify(f"waiting for another process that prepares or checks {directory}")
+        return locked(directory / LOCK)
+    except OSError as error:
+        problem = f"{directory} cannot be written ({error.strerror})"
+        raise UserError(f"{problem}; give another data.dir") from None

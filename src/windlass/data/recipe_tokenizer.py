@@ -4,11 +4,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,10 +13,18 @@ from windlass import hub
 from windlass.data import tokenizer_kinds
 from windlass.data.chat import Template
 from windlass.data.corpus import FEW
-from windlass.data.directory import directory_of, hash_of_key, lock_directory, tokenizer_key
+from windlass.data.encode import jobs_of
 from windlass.data.items import Item, example_of, text_of
 from windlass.data.progress import Progress
-from windlass.data.recipe_sources import Member, SourceSpec, root_of
+from windlass.data.recipe_sources import (
+    Member,
+    SourceSpec,
+    directory_of,
+    hash_of_key,
+    lock_directory,
+    root_of,
+    tokenizer_key,
+)
 from windlass.data.shards import INDEX
 from windlass.data.sources import Source, describe_source, open_source
 from windlass.data.split import held_out
@@ -27,9 +32,9 @@ from windlass.data.tokenizer import (
     DESCRIPTION,
     FOLDER,
     JSON_FILE,
+    LEARNED,
     Tokenizer,
     probe_ids,
-    stretches,
 )
 from windlass.errors import UserError
 from windlass.fileio import sha256_of
@@ -55,7 +60,7 @@ def open_tokenizer(
     `tokenizer_files`.
     """
     data = recipe.data
-    is_learned = tokenizer_kinds.is_learned(data.tokenizer)
+    is_learned = data.tokenizer in LEARNED
     specs = [spec for member in members for spec in member.sources]
     saved = dict[str, Path]()  # the folders of copies, by the format of the source
     if not (renew and (is_learned or files)):
@@ -124,112 +129,81 @@ def learn_tokenizer(
     recipe: Recipe, members: list[Member[SourceSpec]], progress: Progress
 ) -> Tokenizer:
     """The characters of a corpus, or byte pairs of its training text; saved for other recipes."""
-    kind = recipe.data.tokenizer
+    data, kind = recipe.data, recipe.data.tokenizer
     train = [spec for member in members for spec in member.train]
     val = [spec for member in members for spec in member.val]
     if any(spec.kind == "shards" for spec in train):
         problem = f"data.tokenizer = {kind} cannot be learned from token shards"
         raise UserError(f"{problem}; name the tokenizer that wrote them")
     now = [describe_source(spec) for spec in (*train, *val)]
-    key = tokenizer_key(recipe) | {"now": now}
-    directory = root_of(recipe) / f"tokenizer-{hash_of_key(key)}"
+    directory = root_of(recipe) / f"tokenizer-{hash_of_key(tokenizer_key(recipe) | {'now': now})}"
     with lock_directory(directory, progress.note):
         if not (directory / FOLDER / DESCRIPTION).is_file():
-            learn = learn_byte_pairs if kind == "bpe" else learn_characters
-            learn(recipe, members, progress).save(directory)
+            sources = [open_source(spec, progress.note) for spec in (*train, *val)]
+            if kind == "char":
+                characters = set[str]()
+                for source in sources:
+                    for item in source.items():
+                        characters.update(*texts_of(item, source.spec))
+                if not characters:
+                    raise UserError("data.source: there is no text")
+                if data.formats != {"text"}:
+                    characters.update(LAYOUT_CHARACTERS)
+                is_one_text = len(train) == 1 and all(source.single_text for source in sources)
+                tokenizer = tokenizer_kinds.char_tokenizer(characters, with_eot=not is_one_text)
+            else:
+                fractions = [member.held_fraction for member in members for _ in member.train]
+                progress.note(f"learning {data.tokenizer_vocab:,} byte pairs")
+                texts = _training_texts(sources[: len(train)], fractions, sources[len(train) :])
+                tokenizer = tokenizer_kinds.bpe_tokenizer(texts, data.tokenizer_vocab)
+            tokenizer.save(directory)
         return tokenizer_kinds.load_tokenizer(directory / FOLDER)
 
 
-def learn_characters(
-    recipe: Recipe, members: list[Member[SourceSpec]], progress: Progress
-) -> Tokenizer:
-    """A tokenizer with all characters of training and validation data."""
-    specs = [spec for member in members for spec in member.sources]
-    sources = [open_source(spec, progress.note) for spec in specs]
-    characters = set[str]()
-    for source in sources:
-        for item in source.items():
-            characters.update(*texts_of(item, source.spec))
-    if not characters:
-        raise UserError("data.source: there is no text")
-    if recipe.data.formats != {"text"}:
-        characters.update(LAYOUT_CHARACTERS)
-    count = sum(len(member.train) for member in members)
-    is_one_text = count == 1 and all(source.single_text for source in sources)
-    return tokenizer_kinds.char_tokenizer(characters, with_eot=not is_one_text)
-
-
-def learn_byte_pairs(
-    recipe: Recipe, members: list[Member[SourceSpec]], progress: Progress
-) -> Tokenizer:
-    """Byte pairs of the first training documents, each source with an equal part."""
-    train = [
-        (open_source(spec, progress.note), member.held_fraction)
-        for member in members
-        for spec in member.train
-    ]
-    val = [open_source(spec, progress.note) for member in members for spec in member.val]
-    progress.note(f"learning {recipe.data.tokenizer_vocab:,} byte pairs")
-    validated = {
-        document.group for source in val for document in first_documents(source, BPE_CHARACTERS)
-    }
-    texts = itertools.chain.from_iterable(
-        training_texts(source, fraction, validated, BPE_CHARACTERS // len(train))
-        for source, fraction in train
-    )
-    return tokenizer_kinds.bpe_tokenizer(texts, recipe.data.tokenizer_vocab)
-
-
-class Document(NamedTuple):
-    group: int  # the hash that decides whether it is held out
-    characters: int
-    texts: list[str]  # up to the limit
-
-
-def training_texts(
-    source: Source, fraction: float, validated: set[int], characters: int
+def _training_texts(
+    train: list[Source], fractions: list[float], val: list[Source]
 ) -> Iterator[str]:
-    """The training texts among the first documents, without `validated` groups, in parts
-    of at most `STRETCH` characters."""
-    documents = first_documents(source, characters)
-    groups = np.array([document.group for document in documents], np.uint64)
-    sizes = np.array([document.characters for document in documents], np.int64)
-    whole, cuts = held_out(groups, sizes, fraction, are_examples=source.spec.format != "text")
-    rooms = np.where(cuts < 0, sizes, cuts) * ~whole
-    for document, room in zip(documents, rooms.tolist(), strict=True):
-        if document.group in validated:
-            continue
-        done = 0
-        for text in document.texts:
-            yield from stretches(text[: max(0, room - done)])
-            done += len(text)
+    """The training texts among the first documents of each source, in parts; without those of
+    `val` and those that are held out, a fraction of each source."""
+    validated = set[int]()
+    for source in val:
+        validated.update(first_documents(source, BPE_CHARACTERS)[0].tolist())
+    for source, fraction in zip(train, fractions, strict=True):
+        groups, sizes, documents = first_documents(source, BPE_CHARACTERS // len(train))
+        whole, cuts = held_out(groups, sizes, fraction, are_examples=source.spec.format != "text")
+        rooms = np.where(cuts < 0, sizes, cuts) * ~whole
+        for group, room, texts in zip(groups.tolist(), rooms.tolist(), documents, strict=True):
+            done = room if group in validated else 0
+            for text in texts:
+                yield text[: max(0, room - done)]
+                done += len(text)
 
 
-def first_documents(source: Source, characters: int) -> list[Document]:
-    """The first documents of a source that have `characters`, of at least FEW groups."""
-    spec = source.spec
-    documents, groups = list[Document](), set[int]()
+def first_documents(
+    source: Source, characters: int
+) -> tuple[np.ndarray, np.ndarray, list[list[str]]]:
+    """The first documents of a source that have `characters`, of at least FEW groups: their groups
+    (hashes that decide whether they are held out), their characters, and their texts in parts, as
+    far as the limit."""
+    groups, sizes, documents = list[int](), list[int](), list[list[str]]()
+    distinct, texts = set[int](), list[str]()
     before = size = 0
-    texts, digest = list[str](), hashlib.blake2b(digest_size=8)
-    for item in source.items():
-        for text in texts_of(item, spec):
+    for job in jobs_of(source):
+        for text in texts_of(job.item, source.spec):
             texts.append(text[: max(0, characters - before - size)])
             size += len(text)
-            if spec.format == "text":
-                digest.update(text.encode("utf-8", "replace"))
-        if item.more or not size:
+        if job.item.more or not size:
             continue
-        if spec.format == "text":
-            group = int.from_bytes(digest.digest(), "little")
-        else:
-            group = example_of(item, spec).group
-        documents.append(Document(group, size, texts))
-        groups.add(group)
+        is_text = source.spec.format == "text"
+        groups.append(job.digest if is_text else example_of(job.item, source.spec).group)
+        sizes.append(size)
+        documents.append(texts)
+        distinct.add(groups[-1])
         before += size
-        if before >= characters and len(groups) >= FEW:
+        if before >= characters and len(distinct) >= FEW:
             break
-        size, texts, digest = 0, [], hashlib.blake2b(digest_size=8)
-    return documents
+        size, texts = 0, []
+    return np.array(groups, np.uint64), np.array(sizes, np.int64), documents
 
 
 def texts_of(item: Item, spec: SourceSpec) -> list[str]:

@@ -57,7 +57,7 @@ class Source:
 def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
     """Find a source; UserError if it does not exist. Says which files it does not read."""
     if spec.kind == "stdlib":
-        return Source(spec, describe_source(spec), _read_stdlib)
+        return Source(spec, describe_source(spec), partial(read_files, spec, _stdlib_modules()))
     if spec.kind == "hf" or spec.place == "squad":
         return _open_dataset(spec)
     if spec.kind == "https":
@@ -151,13 +151,6 @@ def _stdlib_modules() -> list[Path]:
     return [root / name for name in names]
 
 
-def _read_stdlib(start: int = 0) -> Iterator[Item]:
-    files = _stdlib_modules()
-    for number, path in enumerate(files[start:], start + 1):
-        text = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
-        yield Item(str(path), text, fraction=number / len(files))
-
-
 def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Path:
     """The file at `url`, downloaded if it is not in `folder`; UserError for another SHA-256."""
     name = os.fsencode(Path(urllib.parse.urlsplit(url).path).name)[-200:].decode("utf-8", "ignore")
@@ -191,9 +184,26 @@ def _open_dataset(spec: SourceSpec) -> Source:
     """A data set of `datasets` (`NAME`, `NAME:CONFIG`, a directory), or SQuAD of the Hub."""
     place = SQUAD if spec.kind == "squad" else spec.path
     name, what = f"hf:{place}, {spec.split}", f"{spec.setting}: hf:{place}, split {spec.split!r}"
+    how = {"split": spec.split, "streaming": spec.streaming}
+    revision = spec.revision or None
     try:
         require("datasets", f"{spec.setting}: hf:{place}")
-        table, commit = _load_dataset(place, spec, what)
+        if (folder := Path(place).expanduser()).is_dir():
+            import datasets
+
+            table, revision = datasets.load_dataset(str(folder), **how), None
+        else:
+            repository, _, config = place.partition(":")
+            hub.prepare()
+            with hub.explained(what):
+                import datasets
+
+                if not hub.offline():
+                    from huggingface_hub import HfApi
+
+                    revision = str(HfApi().dataset_info(repository, revision=revision).sha)
+                how["revision"] = revision
+                table = datasets.load_dataset(repository, config or None, **how)
     except Exception as error:  # of any kind, from the libraries behind it
         problem = str(error)
         if not isinstance(error, UserError):
@@ -203,36 +213,14 @@ def _open_dataset(spec: SourceSpec) -> Source:
             problem += "; or give a file: squad:FILE.json, eval.squad_file"
         raise UserError(problem) from error
     rows = 0 if spec.streaming else len(table)
-    description = {"split": spec.split, "rows": rows}
-    if commit:
-        description["commit"] = commit
-    description |= describe_source(spec)
+    description = {"split": spec.split, "rows": rows} | describe_source(spec)
+    if revision and re.fullmatch("[0-9a-f]{40}", revision):
+        description["commit"] = revision
     if rows and spec.format == "text":  # no other column is decoded
         names, key = table.column_names, spec.text_key
         check_columns(names, spec, name)
         table = table.select_columns([key if key in names else key.partition(".")[0]])
     return Source(spec, description, partial(_read_dataset, table, spec, name, rows))
-
-
-def _load_dataset(place: str, spec: SourceSpec, what: str) -> tuple[Any, str]:
-    """The table of a data set, and its commit on the Hub, '' if unknown; `what`: for messages."""
-    how = {"split": spec.split, "streaming": spec.streaming}
-    if (folder := Path(place).expanduser()).is_dir():
-        import datasets
-
-        return datasets.load_dataset(str(folder), **how), ""
-    name, _, config = place.partition(":")
-    revision = spec.revision or None
-    hub.prepare()
-    with hub.explained(what):
-        import datasets
-
-        if not hub.offline():
-            from huggingface_hub import HfApi
-
-            revision = str(HfApi().dataset_info(name, revision=revision).sha)
-        table = datasets.load_dataset(name, config or None, revision=revision, **how)
-    return table, revision if revision and re.fullmatch("[0-9a-f]{40}", revision) else ""
 
 
 def _read_dataset(

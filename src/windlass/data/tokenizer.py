@@ -1,6 +1,5 @@
-"""Text to token ids and back, and the tokens at the edges of a text. Every kind is an object of the
-`tokenizers` library; numpy and `tiktoken` encode bytes, characters and GPT-2 with the same ids,
-faster. The text of a special token is plain text, so `encode` never returns the end-of-text token.
+"""Text to token ids and back, and the tokens at the edges of a text. The text of a special token is
+plain text, so `encode` never returns the end-of-text token.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from windlass.errors import UserError
 from windlass.fileio import write_atomic
 
 FOLDER, DESCRIPTION, JSON_FILE = "tokenizer", "windlass.json", "tokenizer.json"
+LEARNED = ("char", "bpe")  # kinds that are learned from the corpus
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "\ufffd"
 ESCAPE = "\ufdd0"  # after each character of a special token's text that is plain text (`chat.py`)
 # GPT-2's cut of a text into words, before it merges pairs (Radford et al. 2019, released code).
@@ -55,7 +55,7 @@ class Tokenizer:
     """A tokenizer of a kind: `byte`, `char`, `gpt2`, `bpe` or `hf`.
 
     Attributes:
-        inner: The `tokenizers.Tokenizer` with the same ids.
+        inner: The `tokenizers.Tokenizer`; numpy and tiktoken give the same ids faster.
         eot: The id that separates documents; None if the corpus is one text.
         begin: The ids before every text: the BOS of the post-processor; `encode` omits them.
         ends: The ids that end a generated text.
@@ -99,22 +99,9 @@ class Tokenizer:
         """The ids after a document: the end of a text, unless it stands before the next one."""
         return () if self.eot is None or self.eot in self.first else (self.eot,)
 
-    def with_edges(self, ids: np.ndarray, begins: bool, ends: bool) -> np.ndarray:
-        """The ids of a document or a part of one, with its edges, unless the text has them."""
-        first = self.first if begins else ()
-        last = self.last if ends else ()
-        if tuple(ids[: len(first)].tolist()) == first:
-            first = ()
-        if tuple(ids[len(ids) - len(last) :].tolist()) == last:
-            last = ()
-        return np.concatenate([np.array(first, np.int64), ids, np.array(last, np.int64)])
-
     def prompt(self, text: str) -> list[int]:
-        """The tokens from which a model generates; never empty.
-
-        For an empty text: `begin`, else the model's start token, else the end-of-text token, else a
-        line feed, else the first character.
-        """
+        """The tokens from which a model generates. For an empty text: `begin`, else the model's
+        start token, else the end-of-text token, else a line feed, else the first character."""
         if ids := [*self.begin, *self.encode(text).tolist()]:
             return ids
         if (first := self.eot if self.start is None else self.start) is not None:
@@ -131,11 +118,20 @@ class Tokenizer:
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
         if self.kind == "char":
-            return self._encode_characters(text)
+            points = np.frombuffer(text.encode("utf-32-le", "replace"), "<u4").astype(np.int64)
+            ids: np.ndarray = self._id_of_point[np.minimum(points, len(self._id_of_point) - 1)]
+            if (ids < 0).any():
+                missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
+                raise UserError(f"the character tokenizer's corpus has no {missing}")
+            return ids
         parts, before = [np.zeros(0, np.int64)], valid(before)
         for stretch in stretches(valid(text)):
-            if before and self.kind != "gpt2" and self._marks_start:
-                parts.append(self._encode_after(before, stretch))
+            heads = (before[-TAIL:], "a", "\n") if before and self._marks_start else ()
+            for head in heads:
+                alone, both = self._encode_stretch(head), self._encode_stretch(head + stretch)
+                if np.array_equal(both[: len(alone)], alone):
+                    parts.append(both[len(alone) :])
+                    break
             else:
                 parts.append(self._encode_stretch(stretch))
             before = stretch
@@ -152,28 +148,11 @@ class Tokenizer:
         ids = np.array(encoded.ids, dtype=np.int64)
         return ids if self.eot is None else ids[ids != self.eot]
 
-    def _encode_after(self, before: str, text: str) -> np.ndarray:
-        """The ids of a text that continues another, for a tokenizer that marks starts."""
-        for head in (before[-TAIL:], "a", "\n"):
-            alone, both = self._encode_stretch(head), self._encode_stretch(head + text)
-            if np.array_equal(both[: len(alone)], alone):
-                return both[len(alone) :]
-        return self._encode_stretch(text)
-
     @cached_property
     def _marks_start(self) -> bool:
         """Whether a text has other ids at the start of a text than after a line."""
         line, start, both = (probe_ids(self.inner, text) for text in ("a\n", "b", "a\nb"))
         return line + start != both
-
-    def _encode_characters(self, text: str) -> np.ndarray:
-        raw = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
-        points, id_of = raw.astype(np.int64), self._id_of_point
-        ids: np.ndarray = id_of[np.minimum(points, len(id_of) - 1)]
-        if (ids < 0).any():
-            missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
-            raise UserError(f"the character tokenizer's corpus has no {missing}")
-        return ids
 
     @cached_property
     def _id_of_point(self) -> np.ndarray:
@@ -198,14 +177,6 @@ class Tokenizer:
             "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
         )
 
-    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """The tokens of `begin`, prompt and answer, and how many of them are not the answer's."""
-        alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
-        # one text, if this leaves the prompt's own tokens unchanged
-        if both[: len(alone)] != alone or len(both) == len(alone):
-            both = alone + self.encode(answer, before=prompt or "a").tolist()
-        return both, len(alone)
-
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Matches the text of special tokens, unless it is escaped; the longest one, as
@@ -224,41 +195,25 @@ class Tokenizer:
         if done < len(text):
             yield text[done:]
 
-    def encode_special(self, text: str, before: str = "") -> np.ndarray:
-        """`encode`, but with the special tokens of the text."""
-        head, *rest = list(self.pieces(text)) or [""]
-        first = [head] if isinstance(head, int) else self.encode(head, before)
-        ids, _ = self.encode_marked([(piece, 0) for piece in rest])
-        return np.concatenate([np.array(first, np.int64), np.array(ids, np.int64)])
-
     def encode_marked(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
-        """The tokens of pieces, each with the mark of its piece.
-
-        The joined texts are encoded together. A token over several pieces has their largest mark.
-        """
+        """The tokens of the joined pieces, each with the mark of its piece; a token over several
+        pieces has their largest mark."""
         pieces = [piece for piece in pieces if piece[0] != ""]
-        if self.kind not in ("byte", "char", "gpt2"):
-            return self._encode_by_offsets(pieces)
-        ids, marks = list[int](), list[int]()
-        for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
-            values, own = zip(*run, strict=True)
-            if is_special:
-                ids += values
-                marks += own
-                continue
-            texts = [text.encode("utf-8", "replace") for text in values]
-            tokens = self.encode(b"".join(texts).decode())
-            ids += tokens.tolist()
-            if len(set(own)) == 1 or not len(tokens):
-                marks += [own[0]] * len(tokens)
-                continue
-            by_byte = np.repeat(own, list(map(len, texts)))
-            starts = np.cumsum(self._sizes[tokens]) - self._sizes[tokens]
-            marks += np.maximum.reduceat(by_byte, starts).tolist()
-        return ids, marks
-
-    def _encode_by_offsets(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
-        """`encode_marked` by the places of the library's tokens in the text."""
+        if self.kind in ("byte", "char", "gpt2"):  # by bytes, which is faster
+            all_ids, all_marks = list[int](), list[int]()
+            for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
+                values, by_piece = zip(*run, strict=True)
+                if is_special:
+                    all_ids += values
+                    all_marks += by_piece
+                    continue
+                texts = [text.encode("utf-8", "replace") for text in values]
+                run_ids = self.encode(b"".join(texts).decode())
+                starts = np.cumsum(self._sizes[run_ids]) - self._sizes[run_ids]
+                by_byte = np.repeat(by_piece, list(map(len, texts)))
+                all_ids += run_ids.tolist()
+                all_marks += np.maximum.reduceat(by_byte, starts).tolist()
+            return all_ids, all_marks
         library, stand_ins, stand_in_ids = self._stand_ins
         texts = [stand_ins[piece] if isinstance(piece, int) else piece for piece, _ in pieces]
         text = valid("".join(texts))
@@ -287,9 +242,13 @@ class Tokenizer:
         return ids.tolist(), marks.tolist()
 
     @cached_property
+    def _sizes(self) -> np.ndarray:
+        return self.byte_lengths()
+
+    @cached_property
     def _stand_ins(self) -> tuple[Any, dict[int, str], list[int]]:
-        """A copy of the library's tokenizer with a random text for each special token, so that no
-        text of a user is one; these texts by the special token's id; their ids in the copy."""
+        """A copy of the library's tokenizer with a random text for each special token, which no
+        text of a user is; these texts by the special token's id; their ids in the copy."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Inner
 
@@ -303,10 +262,6 @@ class Tokenizer:
             flags = {name: getattr(added[i], name) for name in names}
             copy.add_tokens([AddedToken(text, **{"normalized": False, **flags})])
         return copy, texts, [copy.token_to_id(text) for text in texts.values()]
-
-    @cached_property
-    def _sizes(self) -> np.ndarray:
-        return self.byte_lengths()
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id without a token (a padded vocabulary) becomes U+FFFD."""

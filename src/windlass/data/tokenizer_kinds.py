@@ -17,6 +17,7 @@ from windlass.data.tokenizer import (
     DESCRIPTION,
     END_OF_TEXT,
     JSON_FILE,
+    LEARNED,
     Description,
     Tokenizer,
     byte_letters,
@@ -33,15 +34,10 @@ END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[S
 BPE_WORD_BYTES, WORD = 5_000_000, re.compile(r"\w+|[^\w\s]+")
 
 
-def is_learned(setting: str) -> bool:
-    """Whether `data.tokenizer` is learned from the corpus."""
-    return setting in ("char", "bpe")
-
-
 def named_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
     """A tokenizer without corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:...`; `key`: the setting."""
     kind, _, place = setting.partition(":")
-    if is_learned(kind):
+    if kind in LEARNED:
         remedy = "prepare the data first, or use another for shards:"
         raise UserError(f"data.tokenizer: {kind} needs the corpus; {remedy}")
     if kind == "byte":

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass import errors
-from windlass.data.directory import data_dirs
 from windlass.data.prepare import prepare
+from windlass.data.recipe_sources import data_dirs
 from windlass.errors import UserError
 from windlass.fileio import read_json, write_atomic
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus

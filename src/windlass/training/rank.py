@@ -15,9 +15,9 @@ from windlass.checkpoint.base import base_of, fill_base
 from windlass.checkpoint.format import AVERAGE, Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.batch import Samples, real_tokens
-from windlass.data.directory import data_dirs
 from windlass.data.mixture import MixedSamples, Mixture, Stage, continue_stages, stages_of
 from windlass.data.open import open_data
+from windlass.data.recipe_sources import data_dirs
 from windlass.data.run_data import Data
 from windlass.errors import OutOfMemory, UserError
 from windlass.estimate.activations import measure_peaks
