@@ -19,7 +19,7 @@ from helpers import curve, each_step, refused
 from hf_fixtures import config
 from windlass import Callback, Recipe, evaluate, export, load_model, sample, train
 from windlass.data.batch import Batch
-from windlass.data.run_data import Data
+from windlass.data.open import Data
 from windlass.run import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"

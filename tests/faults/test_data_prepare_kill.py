@@ -17,8 +17,7 @@ import pytest
 import forked
 from data_fixtures import documents, write_source
 from helpers import command
-from windlass.data.corpus import Table
-from windlass.data.shards import Index
+from windlass.data.shards import Index, Table
 
 ITEMS = {"txt": 1, "jsonl": 9000, "parquet": 9000, "chat": 4000, "squad": 7500}
 

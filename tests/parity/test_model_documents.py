@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 import hf_fixtures
 from helpers import curve, refused, tiny_recipe
-from rows import Rows
+from sample_fixtures import Example, examples, opened
 from windlass import train
 from windlass.data.batch import Batch
 from windlass.data.loader import to_tensor
-from windlass.data.samples import BestFitSamples
+from windlass.data.recipe_sources import SourceSpec
+from windlass.data.samples import PackedSamples, Tokens
+from windlass.data.shards import Corpus, Index, Row, ShardWriter
+from windlass.data.split import Part
+from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.model.attention import Documents, documents_of
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -29,28 +33,68 @@ from windlass.recipe import Recipe
 CONTEXT = 48
 
 
-def conversations() -> tuple[list[Batch[Any]], list[Batch[Any]]]:
+def losses_and_gradients(model: Any, batches: list[Any]) -> list[Tensor]:
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        loss = model(batch.tokens, batch.labels, **documents_of(batch, model))
+        loss.backward()
+        total += loss.detach()
+    return [total, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def conversations(folder: Path) -> tuple[list[Batch[Any]], list[Batch[Any]]]:
     """Packed rows, and each of their conversations."""
-    draw, items = np.random.default_rng(3), []
-    for size in [2, 3, 49, *draw.integers(2, 30, 25).tolist()]:
-        marks = draw.random(size) < 0.4
-        marks[-1] = True
-        items.append((draw.integers(1, 200, size).tolist(), marks.tolist()))
-    rows = Rows(items, pad=0)
-    packed = BestFitSamples(rows, CONTEXT)  # type: ignore[arg-type]
+    whole = Example([7] * 49, [False, *[True] * 48], group=1)  # fills a row
+    made = [whole, *examples(27, longest=30, vocab=200)]
+    rows, packed = (opened(made, folder / "talk", CONTEXT, packed=p, pad=0) for p in (False, True))
     assert len(packed) < len(rows) / 2
     joined = [packed.read(np.arange(i, min(i + 3, len(packed)))) for i in range(0, len(packed), 3)]
     return joined, [rows.read(np.array([i])) for i in range(len(rows))]
 
 
-def losses_and_gradients(model: Any, batches: list[Batch[Any]]) -> list[Tensor]:
-    model.zero_grad()
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in (batch.map(to_tensor) for batch in batches):
-        loss = model(batch.tokens, batch.labels, **documents_of(batch, model))
-        loss.backward()
-        total += loss.detach()
-    return [total, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+def texts(folder: Path) -> tuple[list[Batch[Any]], list[Batch[Any]]]:
+    """Packed rows of text, and each part of a document in a row.
+
+    End tokens (0) stand inside of documents, too. Some documents have one token, some fill rows.
+    """
+    draw, eot = np.random.default_rng(5), 0
+    sizes = [130, 1, 1, *draw.integers(2, 40, 20).tolist()]
+    documents = [np.append(eot, draw.integers(0, 9, size - 1)) for size in sizes]
+    tokenizer = byte_tokenizer()
+    index = Index(key={}, source={}, tokenizer=tokenizer.describe(), shard_tokens=100)
+    with ShardWriter(folder, index, "uint16") as writer:
+        for number, document in enumerate(documents):
+            writer.add(Row(number, document))
+        index = writer.finish(complete=True)
+    assert len(index.shards) > 3
+    edges = np.cumsum([0, *sizes])
+    corpus = Corpus(folder, index, SourceSpec("x", "x"), tokenizer)
+    part = Part(corpus, edges[[0, -1]][None], edges, np.arange(len(sizes)))
+    rows = PackedSamples(Tokens([part]), CONTEXT, ragged=True, following=eot)
+    joined = [rows.read(np.arange(i, min(i + 3, len(rows)))) for i in range(0, len(rows), 3)]
+    parts, place = list[Batch[Any]](), 0
+    for document in documents:
+        whole = np.append(document, eot)
+        cuts = [*(i for i in range(1, len(document)) if (place + i) % CONTEXT == 0), len(document)]
+        for a, b in zip([0, *cuts], cuts, strict=False):
+            parts.append(Batch(whole[None, a:b], whole[None, a + 1 : b + 1]))
+        place += len(document)
+    parts[-1].labels[0, -1] = -100  # a packed row does not know what follows the last token
+    labels = sum(int((batch.labels != -100).sum()) for batch in joined)
+    assert labels == rows.valid_tokens == sum(sizes) - 1
+    return joined, parts
+
+
+def check_equal(model: Any, joined: list[Batch[Any]], single: list[Batch[Any]]) -> None:
+    """The sums over packed rows are those over single texts, to 1e-12 of the largest entry."""
+    ours, expected = (
+        losses_and_gradients(model, [batch.map(to_tensor) for batch in batches])
+        for batches in (joined, single)
+    )
+    assert len(ours) == len(expected) > 5
+    for one, other in zip(ours, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-12 * max(1.0, float(other.abs().max()))
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -74,10 +118,8 @@ def test_a_packed_row_is_its_conversations_one_by_one(
     recipe = Recipe.model_validate({"model": settings | {"context": CONTEXT}})
     model = build_model(recipe, 200, device="cpu").double().eval()
     initialise(model, 1)
-    packed, alone = (losses_and_gradients(model, batches) for batches in conversations())
-    assert len(packed) == len(alone) > 5
-    for one, other in zip(packed, alone, strict=True):  # to 1e-12 of the largest entry
-        assert (one - other).abs().max() <= 1e-12 * max(1.0, float(other.abs().max()))
+    check_equal(model, *conversations(tmp_path))
+    check_equal(model, *texts(tmp_path))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -1,9 +1,10 @@
-"""The loader: the same samples for every world and micro-batch; it waits for nobody,
-hides no error, and ends.
+"""The order of the samples: a bijection in every epoch that never changes. The loader: the same
+samples for every world and micro-batch; it waits for nobody, hides no error, and ends.
 """
 
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,6 +15,69 @@ from helpers import wait_for
 from windlass.data.loader import Loader, eval_batches
 from windlass.data.order import sample_indices
 from windlass.recipe import plan_batch
+
+SIZES = st.integers(1, 3000)
+SEEDS = st.integers(0, 2**63 - 1)
+EPOCHS = st.integers(0, 50)
+
+
+def whole(kind, seed, epoch, n, shards=None):
+    """The samples of an epoch, in order."""
+    return sample_indices(epoch * n + np.arange(n), n, kind, seed, shards)
+
+
+@given(SIZES, SEEDS, EPOCHS)
+def test_an_epoch_has_every_sample_once_and_epochs_and_seeds_differ(n, seed, epoch):
+    found = whole("shuffled", seed, epoch, n)
+    assert found.dtype == np.int64
+    assert np.array_equal(np.sort(found), np.arange(n))
+    for other in (whole("shuffled", seed, epoch + 1, n), whole("shuffled", seed ^ 1, epoch, n)):
+        assert n < 50 or np.mean(other != found) > 0.8
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(any), SEEDS, EPOCHS)
+def test_shards_are_shuffled_whole(shards, seed, epoch):
+    n = sum(shards)
+    found = whole("shards-shuffled", seed, epoch, n, shards)
+    assert np.array_equal(np.sort(found), np.arange(n))
+    edges = np.cumsum([0, *shards])
+    blocks = [list(range(a, b)) for a, b in pairwise(edges) if b > a]
+    rest = found.tolist()
+    while rest:  # what comes next is always a whole shard, in order
+        block = next(b for b in blocks if b[0] == rest[0])
+        assert rest[: len(block)] == block
+        rest = rest[len(block) :]
+    if epoch == 0:
+        assert np.array_equal(found, np.arange(n))
+    elif len(blocks) > 10:  # past the first epoch in another order each
+        later = whole("shards-shuffled", seed, epoch + 1, n, shards)
+        assert not np.array_equal(found, later)
+
+
+def test_golden_values():
+    """A run that is resumed must see the same samples."""
+    assert whole("shuffled", 1337, 0, 10).tolist() == [0, 4, 2, 3, 5, 6, 8, 7, 1, 9]
+    far, n = np.array([0, 1, 2, 10**12]), 10**12 + 7
+    golden = [471284411133, 639317816320, 605518888166, 553716825541]
+    assert sample_indices(41 * n + far, n, "shuffled", 2**62 + 11).tolist() == golden
+    assert whole("sequential", 1, 9, 10).tolist() == list(range(10))
+    shards = whole("shards-shuffled", 1337, 3, 10, [2, 3, 0, 4, 1])
+    assert shards.tolist() == [0, 1, 5, 6, 7, 8, 2, 3, 4, 9]
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 16])
+def test_every_sample_comes_at_every_place_equally_often(n):
+    """Chi-squared over 500 seeds; the bound is six standard deviations."""
+    trials = 500
+    counts = np.zeros((n, n))
+    for seed in range(trials):
+        counts[np.arange(n), whole("shuffled", seed, 0, n)] += 1
+    chi = ((counts - trials / n) ** 2 / (trials / n)).sum()
+    freedom = (n - 1) ** 2
+    assert chi < freedom + 6 * np.sqrt(2 * freedom) + 12
+
+
+# -- the loader
 
 T = 4
 
@@ -71,16 +135,13 @@ def flat(lists):
     st.sampled_from([1, 0]),
     st.integers(1, 40),
     st.sampled_from(["shuffled", "shards-shuffled", "sequential"]),
+    st.sampled_from([0, 7]),
 )
-def test_the_sequence_is_global(world, micro, n, kind):
+def test_the_sequence_is_global_and_a_resume_is_the_rest(world, micro, n, kind, first):
     shards = [n // 3, n - n // 3 - n // 4, n // 4]
-    found = run(Numbers(n, shards), 5, micro=micro, world=world, kind=kind)
-    assert flat(found) == sample_indices(np.arange(60), n, kind, 5, shards).tolist()
-
-
-def test_a_resume_is_the_rest():
-    whole = run(Numbers(50), 12)
-    assert all(run(Numbers(50), 5, first_step=7, world=n) == whole[7:] for n in (1, 4))
+    found = run(Numbers(n, shards), 5, micro=micro, world=world, kind=kind, first_step=first)
+    numbers = 12 * first + np.arange(60)
+    assert flat(found) == sample_indices(numbers, n, kind, 5, shards).tolist()
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(0, 3))
@@ -93,19 +154,6 @@ def test_length_buckets_regroup_inside_one_global_batch(world, first):
         assert sorted(a) == sorted(b)
         assert [samples.length(i) for i in b] == sorted(samples.length(i) for i in b)
     assert bucketed == run(samples, 3, world=1, length_buckets=True, **options)
-
-
-class Gated(Numbers):
-    """Waits in every read until the gate is opened."""
-
-    def __init__(self, n):
-        super().__init__(n)
-        self.gate, self.reading = threading.Event(), threading.Event()
-
-    def read(self, indices):
-        self.reading.set()
-        assert self.gate.wait(30)
-        return super().read(indices)
 
 
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyboardInterrupt(), SystemExit(3)])
@@ -128,22 +176,29 @@ def alive():
     return [t for t in threading.enumerate() if t.name == "windlass-loader"]
 
 
-def test_it_reads_ahead_while_the_step_computes_and_ends_when_it_is_closed():
-    """With the loop held up, the thread reads two steps and then stops; nothing is read
-    in the loop's own time.
-    """
+class Gated(Numbers):
+    """Waits in every read until the gate is opened."""
 
-    class Slow(Numbers):
-        def read(self, indices):
-            time.sleep(0.02)
-            return super().read(indices)
+    def __init__(self, n):
+        super().__init__(n)
+        self.gate, self.reading = threading.Event(), threading.Event()
 
-    samples = Slow(100)
-    loader = Loader(samples, plan_batch(4, 4, 1, 512), 0, 5)
-    wait_for(lambda: samples.reads >= 2)
+    def read(self, indices):
+        self.reading.set()
+        assert self.gate.wait(30)
+        return super().read(indices)
+
+
+def test_it_reads_two_steps_ahead_and_ends_when_it_is_closed():
+    source = Gated(100)
+    loader = Loader(source, plan_batch(4, 4, 1, 512), 0, 5)
+    source.reading.wait()
+    assert loader.poll() is None and loader.poll(0.01) is None
+    source.gate.set()
+    wait_for(lambda: source.reads >= 2)
     time.sleep(0.1)
-    assert samples.reads == 2 and loader.poll() is not None
-    wait_for(lambda: samples.reads == 3)
+    assert source.reads == 2 and loader.poll() is not None
+    wait_for(lambda: source.reads == 3)
     for _ in range(2):
         loader.close()
     assert not alive()
@@ -151,11 +206,10 @@ def test_it_reads_ahead_while_the_step_computes_and_ends_when_it_is_closed():
         next(loader)
 
 
-def test_a_poll_does_not_wait_and_close_abandons_a_slow_source():
+def test_close_abandons_a_slow_source():
     source = Gated(16)
     loader = Loader(source, plan_batch(8, 2, 1, 512), 0, 5)
     source.reading.wait()
-    assert loader.poll() is None and loader.poll(0.01) is None
     loader.close()
     assert alive()
     source.gate.set()

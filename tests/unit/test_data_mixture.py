@@ -3,7 +3,7 @@ the same sequence for every world, and prepared data that is held out for each s
 """
 
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_fixtures import conversations, documents, jsonl
-from windlass.data import mixture as module
+from data_fixtures import conversations, documents, jsonl, recipe_for
 from windlass.data.batch import Batch
 from windlass.data.loader import Loader
 from windlass.data.mixture import (
@@ -22,12 +21,13 @@ from windlass.data.mixture import (
     Stage,
     block_counts,
     continue_stages,
+    layout,
     stages_of,
 )
 from windlass.data.open import open_data, open_samples
 from windlass.data.prepare import find_prepared
 from windlass.errors import UserError
-from windlass.recipe import Horizon, Recipe, plan_batch
+from windlass.recipe import Horizon, plan_batch
 
 
 class Part:
@@ -72,20 +72,14 @@ def by_hand(stages, sizes, stop, seed=3):
     """The sequence one sample at a time, with a count of each source; it shares the counts and the
     shuffle of a block alone."""
     done, sequence = [0] * len(sizes), []
-    while len(sequence) < stop:
-        start = len(sequence)
-        now = [s for s in stages if s.start <= start][-1]
-        for counts in block_counts(now.weights):
-            begin, cut = len(sequence), False
-            for source in module.layout(seed, begin, counts)[0].tolist():
+    for stage, end in zip(stages, [*(s.start for s in stages[1:]), stop], strict=True):
+        for counts in block_counts(stage.weights):
+            for source in layout(seed, len(sequence), counts)[0].tolist()[: end - len(sequence)]:
                 sequence.append((source, done[source]))
                 done[source] += 1
-                cut = any(s.start == len(sequence) for s in stages)
-                if cut:
-                    break
-            if cut or len(sequence) >= stop:
+            if len(sequence) == end:
                 break
-    return sequence[:stop]
+    return sequence
 
 
 @pytest.mark.parametrize(
@@ -97,28 +91,29 @@ def by_hand(stages, sizes, stop, seed=3):
     ],
 )
 def test_the_sequence_is_that_of_counting_one_sample_at_a_time(stages):
-    mixed, stop = mixture(*stages), 9000
-    expected = by_hand(stages, (700, 90, 40), stop)
+    mixed, stop, sizes = mixture(*stages, kind="sequential"), 9000, (700, 90, 40)
+    expected = by_hand(stages, sizes, stop)
     numbers = np.random.default_rng(0).permutation(stop)
-    sources, own = mixed.places(numbers)
-    assert list(zip(sources.tolist(), own.tolist(), strict=True)) == [expected[n] for n in numbers]
+    starts = mixed.samples.starts
+    wanted = [starts[of] + own % sizes[of] for of, own in (expected[n] for n in numbers)]
+    assert mixed.indices(numbers).tolist() == wanted
     of = np.array([source for source, _ in expected])
     for end in (0, 1, 2047, 2048, 5000, 5001, 7777, stop):
         assert mixed.counts(end).tolist() == np.bincount(of[:end], minlength=3).tolist()
 
 
+def rows_of(mixed, stop):
+    """The source of each of the first samples, and the sample in the source."""
+    return mixed.samples.read(mixed.indices(np.arange(stop))).tokens.T
+
+
 def test_each_source_has_its_epochs_in_its_own_order():
-    mixed = mixture(Stage(0, (0.6, 0.3, 0.1)))
-    rows = mixed.samples.read(mixed.indices(np.arange(6000))).tokens
+    sources, own = rows_of(mixture(Stage(0, (0.6, 0.3, 0.1))), 6000)
     for source, size in enumerate((700, 90, 40)):
-        seen = rows[rows[:, 0] == source, 1]
+        seen = own[sources == source]
         for begin in range(0, len(seen) - size, size):
             epoch = seen[begin : begin + size]
             assert sorted(epoch) == list(range(size)) and list(epoch) != sorted(epoch)
-    in_order = mixture(Stage(0, (0.6, 0.3, 0.1)), kind="sequential")
-    rows = in_order.samples.read(in_order.indices(np.arange(3000))).tokens
-    seen = rows[rows[:, 0] == 1, 1]
-    assert seen.tolist() == [n % 90 for n in range(len(seen))]
 
 
 def test_a_branch_continues_every_source_where_it_was():
@@ -128,12 +123,12 @@ def test_a_branch_continues_every_source_where_it_was():
     branched = continue_stages(old, new, 3000)
     assert branched == [*old, Stage(3000, (0.2, 0.2, 0.6))]
     assert continue_stages(branched, new, 5000) == branched  # a resume of the branch
-    before, after = mixture(*old), mixture(*branched)
+    before, after = (mixture(*stages, kind="sequential") for stages in (old, branched))
     assert (before.indices(np.arange(3000)) == after.indices(np.arange(3000))).all()
-    sources, own = after.places(np.arange(9000))
-    for source in range(3):  # no sample is repeated and none is left out
+    sources, own = rows_of(after, 9000)
+    for source, size in enumerate((700, 90, 40)):  # no sample is repeated and none is left out
         numbers = own[sources == source]
-        assert numbers.tolist() == list(range(len(numbers)))
+        assert (numbers == np.arange(len(numbers)) % size).all()
     counts = after.counts(3000 + 2 * BLOCK) - before.counts(3000)
     assert np.abs(counts - 2 * BLOCK * np.array([0.2, 0.2, 0.6])).max() < 1
 
@@ -149,38 +144,28 @@ def test_a_longer_run_moves_only_stages_to_come():
     ]
 
 
-def test_every_world_and_micro_batch_reads_the_same_samples():
-    stages = [Stage(0, (0.7, 0.2, 0.1)), Stage(100, (0.1, 0.2, 0.7))]
-    expected = mixture(*stages).indices(np.arange(10 * 24)).reshape(10, 24)
-    samples = mixture(*stages).samples
-    for world, micro in ((1, 24), (1, 5 - 1), (2, 4), (4, 2)):
-        found = np.full((10, 24), -1)
-        for rank in range(world):
-            plan, mixed = plan_batch(24, micro, world, 64), mixture(*stages)
-            with Loader(samples, plan, rank, 3, mixture=mixed, first_step=0) as loader:
-                for step, batch in zip(range(10), loader, strict=False):
-                    for part in batch.micro:
-                        source, number = part.batch.tokens.numpy().T
-                        here = slice(part.k * micro, (part.k + 1) * micro)
-                        found[step, here] = samples.starts[source] + number
-                        assert (part.batch.sources.numpy() == source).all()
-        assert (found == expected).all()
+@pytest.mark.parametrize(("world", "micro"), [(1, 24), (1, 4), (2, 4), (4, 2)])
+def test_every_world_and_micro_batch_reads_the_same_samples(world, micro):
+    mixed = mixture(Stage(0, (0.7, 0.2, 0.1)), Stage(100, (0.1, 0.2, 0.7)))
+    expected, found = mixed.indices(np.arange(10 * 24)).reshape(10, 24), np.full((10, 24), -1)
+    for rank in range(world):
+        plan = plan_batch(24, micro, world, 64)
+        with Loader(mixed.samples, plan, rank, 3, mixture=mixed) as loader:
+            for step, batch in zip(range(10), loader, strict=False):
+                for part in batch.micro:
+                    source, number = part.batch.tokens.numpy().T
+                    here = slice(part.k * micro, (part.k + 1) * micro)
+                    found[step, here] = mixed.samples.starts[source] + number
+                    assert (part.batch.sources.numpy() == source).all()
+    assert (found == expected).all()
 
 
 def test_threads_may_share_a_mixture():
-    mixed, stop, results = mixture(Stage(0, (0.5, 0.4, 0.1))), 40_000, {}
-
-    def read(begin):
-        results[begin] = mixed.places(np.arange(begin, stop, 4))[1]
-
-    threads = [threading.Thread(target=read, args=[begin]) for begin in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    alone = mixture(Stage(0, (0.5, 0.4, 0.1)))
-    for begin in range(4):
-        assert (results[begin] == alone.places(np.arange(begin, stop, 4))[1]).all()
+    shared, alone = (mixture(Stage(0, (0.5, 0.4, 0.1))) for _ in range(2))
+    parts = [np.arange(begin, 40_000, 4) for begin in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for found, part in zip(pool.map(shared.indices, parts), parts, strict=True):
+            assert (found == alone.indices(part)).all()
 
 
 def test_any_first_samples_of_a_spread_set_have_every_source():
@@ -197,10 +182,8 @@ def test_any_first_samples_of_a_spread_set_have_every_source():
 
 
 def recipe_of(sources, directory="", **data):
-    model = {"layers": 1, "heads": 1, "width": 8, "context": 16}
     mix = [{"name": name, "source": str(path), **dict(*more)} for name, path, *more in sources]
-    own = {"dir": str(directory), "tokenizer": "byte", "shard_tokens": 1024, **data, "mix": mix}
-    return Recipe.model_validate({"model": model, "data": own})
+    return recipe_for("", directory, mix=mix, **data)
 
 
 @pytest.fixture
@@ -262,25 +245,22 @@ def test_conversations_beside_text(texts, tmp_path, packing):
         own = data.train.parts[source].read(np.array([row - data.train.starts[source]]))
         size = own.tokens.shape[1]
         assert batch.sources[at] == source
-        assert (batch.tokens[at, :size] == own.tokens[0]).all()
-        assert (batch.labels[at, :size] == own.labels[0]).all()
+        for ours, wanted in zip(batch[:4], own[:4], strict=True):
+            if wanted is not None:
+                assert (ours[at, :size] == wanted[0]).all()
         assert (batch.labels[at, size:] == -100).all()
         if batch.documents is not None:
-            documents_of = 0 if own.documents is None else own.documents[0]
-            assert (batch.documents[at, :size] == documents_of).all()
+            assert own.documents is not None or not batch.documents[at, :size].any()
             assert (batch.documents[at, size:] == batch.documents[at, size - 1]).all()
-            if own.positions is not None:
-                assert (batch.positions[at, :size] == own.positions[0]).all()
     mixed, plan = Mixture(data.train, [Stage(0, (1, 1, 1, 1))], 3), plan_batch(24, 6, 1, 16)
     with Loader(data.train, plan, 0, 3, mixture=mixed, length_buckets=True) as loader:
         batch = next(loader)
     read = mixed.indices(np.arange(24))
     assert batch.real_tokens == sum(map(data.train.length, read.tolist()))
-    labels = data.train.read(read).labels
-    assert batch.valid_tokens == (labels != -100).sum() < batch.real_tokens
+    assert batch.valid_tokens == (data.train.read(read).labels != -100).sum() < batch.real_tokens
 
 
 def test_a_source_without_a_sample_is_named(texts, tmp_path):
     short = jsonl(tmp_path / "short.jsonl", ["few", "words"])
-    with pytest.raises(UserError, match=r"\(train, short\) are too few"):
+    with pytest.raises(UserError, match=r"\(train, short\): \d+ tokens are too few"):
         open_data(recipe_of([("a", texts[0]), ("short", short)], tmp_path / "data"))

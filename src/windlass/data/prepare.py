@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.data.chat import PLAIN_LAYOUT, Template
-from windlass.data.corpus import Corpus, Table, documents_read
 from windlass.data.encode import Encoder, write_source
 from windlass.data.external_shards import index_shards
 from windlass.data.progress import Progress
@@ -28,8 +27,9 @@ from windlass.data.recipe_sources import (
     source_key,
 )
 from windlass.data.recipe_tokenizer import check_tokenizer, open_tokenizer, tokenizer_files
-from windlass.data.shards import INDEX, Index, bad_shard, prepare_again
+from windlass.data.shards import INDEX, Corpus, Index, Table, bad_shard, prepare_again
 from windlass.data.sources import changes, describe_source, open_source
+from windlass.data.split import documents_read
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from windlass.data.describe import DataFacts, describe, lines
+from windlass.data.describe import Facts, describe, lines
 from windlass.data.describe import warnings as data_warnings
 from windlass.data.mixture import shares_of_run
-from windlass.data.run_data import Data
+from windlass.data.open import Data
 from windlass.errors import plural
 from windlass.fileio import read_json
 from windlass.model.size import describe_sizes
@@ -108,7 +108,7 @@ def record_launch(recorder: Recorder, network: Network) -> tuple[dict[str, str],
 
 
 def header(
-    recorder: Recorder, network: Network, batch: BatchPlan, facts: DataFacts, launch: dict[str, str]
+    recorder: Recorder, network: Network, batch: BatchPlan, facts: Facts, launch: dict[str, str]
 ) -> dict[str, str]:
     """The facts of a start by name; an empty one is not shown."""
     recipe, ranks, horizon = recorder.recipe, recorder.ranks, recorder.horizon
@@ -147,6 +147,6 @@ def header(
         "model": describe_sizes(network.sizes),
         "optim": f"{recipe.optim.kind}: {describe_groups(network.groups)}",
         "data": "; ".join(parts),
-        **{key: data[key] for key in ("mixture", "template", "packing", "cut") if key in data},
+        **{key: data[key] for key in ("mixture", "template") if key in data},
         "work": work,
     }

@@ -20,7 +20,7 @@ from torch import nn
 from windlass.checkpoint.format import Checkpoint
 from windlass.checkpoint.state_dict import named_state
 from windlass.data.batch import Samples, masks_documents
-from windlass.data.run_data import Data
+from windlass.data.open import Data
 from windlass.errors import UserError, first_line
 from windlass.estimate.rank import compiles
 from windlass.interop.init_from import load_initial

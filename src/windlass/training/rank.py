@@ -16,9 +16,8 @@ from windlass.checkpoint.format import AVERAGE, Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.batch import Samples, real_tokens
 from windlass.data.mixture import MixedSamples, Mixture, Stage, continue_stages, stages_of
-from windlass.data.open import open_data
+from windlass.data.open import Data, open_data
 from windlass.data.recipe_sources import data_dirs
-from windlass.data.run_data import Data
 from windlass.errors import OutOfMemory, UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import measures_all, resolve_steps
