@@ -122,7 +122,8 @@ def main() -> None:
         recipe = Recipe.load(options.recipe, options.overrides)
         bench = Bench(recipe, options.micro_batch, folder)
         found = measure(bench, options.rounds, options.steps)
-        size = gather_shard(bench.model, bench.optimizer).nbytes
+        shard = gather_shard(bench.model, bench.optimizer)
+        size = sum(box.tensor.nbytes for box in shard.boxes)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     how = f"{size / 1e6:,.0f} MB a save, {options.rounds} rounds of {options.steps} steps"

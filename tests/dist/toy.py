@@ -38,7 +38,8 @@ class Toy(nn.Module):
         x = self.embedding(tokens) + self.shift * self.frozen
         for block in self.layers:
             x = block(x)
-        logits = self.head(self.norm(x)).flatten(0, 1).float()
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from windlass.model.sharding import (
 from windlass.optim.shard import ShardedOptimizer
 from windlass.parallel.pipeline import stage_of
 
+if TYPE_CHECKING:
+    from windlass.parallel.ranks import Ranks
+
 TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
 ALIGNMENT = 64  # bytes, of the first number in a file
 OPTIM = "optim/"
@@ -41,9 +44,7 @@ OPTIM = "optim/"
 def gather_shard(
     model: nn.Module,
     optimizer: Any = None,
-    rank: int = 0,
-    world: int = 1,
-    stages: int = 1,
+    ranks: Ranks | None = None,
     average: Mapping[str, Tensor] = MappingProxyType({}),
     base: Collection[str] = (),
 ) -> Shard:
@@ -57,7 +58,9 @@ def gather_shard(
     for name in stage.copies if stage else ():
         inside = (f"{MODEL}{name}", f"{AVERAGE}{name}", f"{OPTIM}{name}/")
         tensors = {name: t for name, t in tensors.items() if not name.startswith(inside)}
-    return shard_of(tensors, aliases, rank, world, stages)
+    if ranks is None:
+        return shard_of(tensors, aliases)
+    return shard_of(tensors, aliases, ranks.rank, ranks.world, ranks.mesh.sizes.pp)
 
 
 def named_state(

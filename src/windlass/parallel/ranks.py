@@ -61,7 +61,7 @@ class Ranks:
     ):
         self.env, self.device, self.strategy = env, device, strategy
         self.rank, self.world, self.main = env.rank, env.world, env.rank == 0
-        self.mesh = Mesh(Sizes(), 0)  # without groups before `init_process_group`
+        self.mesh = Mesh(Sizes(), 0)  # without groups before `connect`
         self.store: dist.Store | None = None  # of this attempt; None with the strategy `single`
         self._heartbeat: Heartbeat | None = None  # None for a single rank
         self.status = processes.RankStatus(env.rank, os.environ.get(processes.WATCH_DIR))

@@ -76,9 +76,7 @@ class Saver(Writer):
             shard = gather_shard(
                 self.callbacks.model,
                 self.callbacks.optimizer,
-                self.rank,
-                self.world,
-                self.ranks.mesh.sizes.pp,
+                self.ranks,
                 self.average.tensors,
                 self.base.weights if self.base else (),
             )
