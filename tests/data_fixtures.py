@@ -7,8 +7,6 @@ import random
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
-
 from windlass.data.samples import Tokens
 from windlass.recipe import Recipe
 
@@ -104,8 +102,7 @@ def read_documents(parts) -> list[list[int]]:
     """The tokens of each document of the parts of a set."""
     tokens = Tokens(parts)
     edges = tokens.documents.tolist()
-    row = np.zeros(len(tokens), np.int64)
-    tokens.read_into(0, row)
+    row = tokens.read(0, len(tokens))
     return [row[a:b].tolist() for a, b in itertools.pairwise(edges)]
 
 

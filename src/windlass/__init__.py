@@ -10,8 +10,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from windlass.data.open import Data
     from windlass.data.prepare import prepare
-    from windlass.data.run_data import Data
     from windlass.errors import RunFailed, Stopped, UserError
     from windlass.estimate.plan import Plan, plan
     from windlass.evaluation.api import evaluate, generate, sample
@@ -37,7 +37,7 @@ __all__ += ["load_model", "plan", "prepare", "report", "sample", "scale", "sweep
 __all__ += ["train", "verify"]
 
 _NAMES = {
-    "data.run_data": "Data",
+    "data.open": "Data",
     "data.prepare": "prepare",
     "errors": "RunFailed Stopped UserError",
     "estimate.plan": "Plan plan",

@@ -18,7 +18,7 @@ from forked import launch
 from helpers import curve, each_step, refused
 from hf_fixtures import config
 from windlass import Callback, Recipe, evaluate, export, load_model, sample, train
-from windlass.data.run_data import Data
+from windlass.data.open import Data
 from windlass.data.samples import Batch
 from windlass.run import Run
 

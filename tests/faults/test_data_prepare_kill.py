@@ -18,8 +18,7 @@ import pytest
 import forked
 from data_fixtures import conversations, jsonl, questions
 from helpers import command
-from windlass.data.corpus import Table
-from windlass.data.shards import Index
+from windlass.data.shards import Index, Table
 
 WORDS = "the quick brown fox jumps over the lazy dog and goes on to something else entirely".split()
 

@@ -15,14 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 import hf_fixtures
 from helpers import curve, refused
-from rows import Rows
+from sample_fixtures import Example, examples, opened
 from windlass import train
-from windlass.data.corpus import Corpus
 from windlass.data.loader import to_tensor
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens
+from windlass.data.samples import Batch, PackedSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
-from windlass.data.split import Part
+from windlass.data.split import Corpus, Part
 from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.model.attention import Documents, documents_of
 from windlass.model.build import build_model
@@ -31,16 +30,6 @@ from windlass.model.hf_network import attention_within_documents
 from windlass.recipe import Recipe
 
 CONTEXT = 48
-
-
-def talks() -> Rows:
-    draw = np.random.default_rng(3)
-    rows = []
-    for size in [2, 3, 49, *draw.integers(2, 30, 25).tolist()]:
-        marks = draw.random(size) < 0.4
-        marks[-1] = True
-        rows.append((draw.integers(1, 200, size).tolist(), marks.tolist()))
-    return Rows(rows, pad=0)
 
 
 def losses_and_gradients(model: Any, batches: list[Any]) -> list[Tensor]:
@@ -53,10 +42,11 @@ def losses_and_gradients(model: Any, batches: list[Any]) -> list[Tensor]:
     return [total, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def conversations() -> tuple[list[Batch[Any]], list[Batch[Any]]]:
+def conversations(folder: Path) -> tuple[list[Batch[Any]], list[Batch[Any]]]:
     """Packed rows, and each of their conversations."""
-    rows = talks()
-    packed = BestFitSamples(rows, CONTEXT)  # type: ignore[arg-type]
+    whole = Example([7] * 49, [False, *[True] * 48], group=1)  # fills a row
+    made = [whole, *examples(27, longest=30, vocab=200)]
+    rows, packed = (opened(made, folder / "talk", CONTEXT, packed=p) for p in (False, True))
     assert len(packed) < len(rows) / 2
     joined = [packed.read(np.arange(i, min(i + 3, len(packed)))) for i in range(0, len(packed), 3)]
     return joined, [rows.read(np.array([i])) for i in range(len(rows))]
@@ -80,7 +70,7 @@ def texts(folder: Path) -> tuple[list[Batch[Any]], list[Batch[Any]]]:
     edges = np.cumsum([0, *sizes])
     corpus = Corpus(folder, index, SourceSpec("x", "x"), tokenizer)
     part = Part(corpus, edges[[0, -1]][None], edges, np.arange(len(sizes)))
-    rows = PackedSamples(Tokens([part]), CONTEXT, ragged=True, apart=True, following=eot)
+    rows = PackedSamples(Tokens([part]), CONTEXT, ragged=True, following=eot)
     joined = [rows.read(np.arange(i, min(i + 3, len(rows)))) for i in range(0, len(rows), 3)]
     parts, place = list[Batch[Any]](), 0
     for document in documents:
@@ -122,7 +112,7 @@ def test_a_packed_row_is_its_texts_one_by_one(
     recipe = Recipe.model_validate({"model": settings})
     model = build_model(recipe, 200, device="cpu").double()
     initialise(model, 1)
-    check_equal(model, *conversations())
+    check_equal(model, *conversations(tmp_path))
     check_equal(model, *texts(tmp_path))
 
 
@@ -132,7 +122,7 @@ def test_models_of_transformers_find_the_documents(kind: str, tmp_path: Path) ->
     tree = {"kind": "hf", "name": str(tmp_path / kind), "context": CONTEXT}
     model = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu").double()
     initialise(model, 1)
-    check_equal(model.eval(), *conversations())
+    check_equal(model.eval(), *conversations(tmp_path))
     check_equal(model, *texts(tmp_path))
 
 

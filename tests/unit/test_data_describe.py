@@ -14,8 +14,7 @@ from data_fixtures import (
 )
 from helpers import windlass
 from windlass.data.describe import describe, lines
-from windlass.data.open import open_data
-from windlass.data.run_data import Data
+from windlass.data.open import Data, open_data
 
 
 def books(folder: Path, *sizes: int) -> Path:

@@ -9,8 +9,7 @@ from tokenizers import Tokenizer
 import tokenizer_fixtures
 from data_fixtures import documents, jsonl, recipe_for, text_hash
 from helpers import refused
-from windlass.data.open import open_data
-from windlass.data.run_data import Data
+from windlass.data.open import Data, open_data
 from windlass.data.samples import masks_documents
 from windlass.recipe.settings import IGNORE_INDEX
 

@@ -71,16 +71,13 @@ def flat(lists):
     st.sampled_from([1, 0]),
     st.integers(1, 40),
     st.sampled_from(["shuffled", "shards-shuffled", "sequential"]),
+    st.sampled_from([0, 7]),
 )
-def test_the_sequence_is_global(world, micro, n, kind):
+def test_the_sequence_is_global_and_a_resume_is_the_rest(world, micro, n, kind, first):
     shards = [n // 3, n - n // 3 - n // 4, n // 4]
-    found = run(Numbers(n, shards), 5, micro=micro, world=world, kind=kind)
-    assert flat(found) == sample_indices(np.arange(60), n, kind, 5, shards).tolist()
-
-
-def test_a_resume_is_the_rest():
-    whole = run(Numbers(50), 12)
-    assert all(run(Numbers(50), 5, first_step=7, world=n) == whole[7:] for n in (1, 4))
+    found = run(Numbers(n, shards), 5, micro=micro, world=world, kind=kind, first_step=first)
+    numbers = 12 * first + np.arange(60)
+    assert flat(found) == sample_indices(numbers, n, kind, 5, shards).tolist()
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(0, 3))
@@ -93,19 +90,6 @@ def test_length_buckets_regroup_inside_one_global_batch(world, first):
         assert sorted(a) == sorted(b)
         assert [samples.length(i) for i in b] == sorted(samples.length(i) for i in b)
     assert bucketed == run(samples, 3, world=1, length_buckets=True, **options)
-
-
-class Gated(Numbers):
-    """Waits in every read until the gate is opened."""
-
-    def __init__(self, n):
-        super().__init__(n)
-        self.gate, self.reading = threading.Event(), threading.Event()
-
-    def read(self, indices):
-        self.reading.set()
-        assert self.gate.wait(30)
-        return super().read(indices)
 
 
 @pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyboardInterrupt(), SystemExit(3)])
@@ -128,22 +112,29 @@ def alive():
     return [t for t in threading.enumerate() if t.name == "windlass-loader"]
 
 
-def test_it_reads_ahead_while_the_step_computes_and_ends_when_it_is_closed():
-    """With the loop held up, the thread reads two steps and then stops; nothing is read
-    in the loop's own time.
-    """
+class Gated(Numbers):
+    """Waits in every read until the gate is opened."""
 
-    class Slow(Numbers):
-        def read(self, indices):
-            time.sleep(0.02)
-            return super().read(indices)
+    def __init__(self, n):
+        super().__init__(n)
+        self.gate, self.reading = threading.Event(), threading.Event()
 
-    samples = Slow(100)
-    loader = Loader(samples, plan_batch(4, 4, 1, 512), 0, 5)
-    wait_for(lambda: samples.reads >= 2)
+    def read(self, indices):
+        self.reading.set()
+        assert self.gate.wait(30)
+        return super().read(indices)
+
+
+def test_it_reads_two_steps_ahead_and_ends_when_it_is_closed():
+    source = Gated(100)
+    loader = Loader(source, plan_batch(4, 4, 1, 512), 0, 5)
+    source.reading.wait()
+    assert loader.poll() is None and loader.poll(0.01) is None
+    source.gate.set()
+    wait_for(lambda: source.reads >= 2)
     time.sleep(0.1)
-    assert samples.reads == 2 and loader.poll() is not None
-    wait_for(lambda: samples.reads == 3)
+    assert source.reads == 2 and loader.poll() is not None
+    wait_for(lambda: source.reads == 3)
     for _ in range(2):
         loader.close()
     assert not alive()
@@ -151,11 +142,10 @@ def test_it_reads_ahead_while_the_step_computes_and_ends_when_it_is_closed():
         next(loader)
 
 
-def test_a_poll_does_not_wait_and_close_abandons_a_slow_source():
+def test_close_abandons_a_slow_source():
     source = Gated(16)
     loader = Loader(source, plan_batch(8, 2, 1, 512), 0, 5)
     source.reading.wait()
-    assert loader.poll() is None and loader.poll(0.01) is None
     loader.close()
     assert alive()
     source.gate.set()

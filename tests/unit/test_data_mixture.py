@@ -282,5 +282,5 @@ def test_conversations_beside_text(texts, tmp_path, packing):
 
 def test_a_source_without_a_sample_is_named(texts, tmp_path):
     short = jsonl(tmp_path / "short.jsonl", ["few", "words"])
-    with pytest.raises(UserError, match=r"\(train, short\) are too few"):
+    with pytest.raises(UserError, match=r"\(train, short\): \d+ tokens are too few"):
         open_data(recipe_of([("a", texts[0]), ("short", short)], tmp_path / "data"))

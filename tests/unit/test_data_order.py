@@ -1,6 +1,4 @@
-"""The order of the samples: a bijection in every epoch, the same for every world, and never changed
-in silence.
-"""
+"""The order of the samples: a bijection in every epoch that never changes."""
 
 from itertools import pairwise
 
@@ -50,9 +48,7 @@ def test_shards_are_shuffled_whole(shards, seed, epoch):
 
 
 def test_golden_values():
-    """What these are does not matter; that they never change does: a run that is resumed must see
-    the same samples.
-    """
+    """A run that is resumed must see the same samples."""
     assert whole("shuffled", 1337, 0, 10).tolist() == [0, 4, 2, 3, 5, 6, 8, 7, 1, 9]
     far, n = np.array([0, 1, 2, 10**12]), 10**12 + 7
     golden = [471284411133, 639317816320, 605518888166, 553716825541]
@@ -64,9 +60,7 @@ def test_golden_values():
 
 @pytest.mark.parametrize("n", [2, 3, 5, 16])
 def test_every_sample_comes_at_every_place_equally_often(n):
-    """Chi-squared over 500 seeds, of each (place, sample) pair; the bound is six standard
-    deviations.
-    """
+    """Chi-squared over 500 seeds; the bound is six standard deviations."""
     trials = 500
     counts = np.zeros((n, n))
     for seed in range(trials):

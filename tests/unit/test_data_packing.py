@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_fixtures import examples, opened
 
 from data_fixtures import conversations, recipe_for
 from helpers import refused, windlass
+from sample_fixtures import examples, opened
 from windlass.data.describe import describe, lines
 from windlass.data.open import open_data
-from windlass.data.samples import BestFitSamples, best_fit, real_tokens
+from windlass.data.samples import best_fit, real_tokens
 
 
 def best_fit_decreasing(sizes, context):
@@ -51,14 +51,14 @@ def test_long_tailed_lengths_fill_the_rows_and_any_rows_are_a_fair_sample():
 
 @pytest.mark.parametrize("tails", [False, True])
 def test_each_item_is_whole_and_alone_in_its_part_of_a_row(tmp_path, tails):
-    rows, _ = opened(examples(60, longest=90, tails=tails), tmp_path, 64)
+    made = examples(60, longest=90, tails=tails)
+    rows, packed = (opened(made, tmp_path, 64, packed=packed) for packed in (False, True))
     assert rows.cut
-    packed = BestFitSamples(rows, 64)
     batch = packed.read(np.arange(len(packed)))
     assert batch.documents is not None and batch.positions is not None
     seen = []
     for at in range(len(packed)):
-        items = packed.items_of(at)
+        items = packed.examples_of(at)
         seen += items
         for number, item in enumerate(items):
             here = batch.documents[at] == number

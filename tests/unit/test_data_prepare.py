@@ -30,12 +30,11 @@ from data_fixtures import (
 )
 from helpers import refused
 from windlass.data.chat import Template
-from windlass.data.corpus import Stream, Table
 from windlass.data.describe import describe, lines, warnings
 from windlass.data.directory import data_dirs
 from windlass.data.open import open_data
 from windlass.data.prepare import decide, find_prepared, prepare
-from windlass.data.shards import Index
+from windlass.data.shards import Corpus, Index, Table
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 
@@ -52,7 +51,7 @@ def run(recipe):
 
 
 def all_tokens(directory, index):
-    return Stream(directory, index).read(0, index.tokens)
+    return Corpus(directory, index, None, None).read(0, index.tokens)
 
 
 def files_of(directory: Path):

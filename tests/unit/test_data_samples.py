@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_fixtures import Example, examples, opened
 
 from data_fixtures import documents, jsonl, questions, recipe_for, text_hash
 from helpers import refused
+from sample_fixtures import Example, examples, opened
 from windlass.data.loader import eval_batches
 from windlass.data.open import open_data
 from windlass.data.samples import real_tokens
@@ -34,12 +34,12 @@ def cut(one: Example, context: int) -> tuple[list[int], list[bool]] | None:
 @given(st.integers(0, 10**6), st.integers(2, 50), st.booleans(), st.integers(60, 260))
 def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, shard_tokens):
     rows, folder = examples(30, seed, tails=tails), tmp_path_factory.mktemp("data")
-    samples, _ = opened(rows, folder, context, shard_tokens=shard_tokens)
+    samples = opened(rows, folder, context, shard_tokens=shard_tokens)
     kept = [(one, new) for one in rows if (new := cut(one, context)) is not None]
     assert len(samples) == len(kept)
     assert samples.left_out == 30 - len(kept)
     for number, (_, (tokens, marks)) in enumerate(kept):
-        row, counted = samples.row(number)
+        row, counted = samples.example(number)
         assert (row.tolist(), counted.tolist()) == (tokens, marks)
         batch = samples.read(np.array([number]))
         assert batch.tokens[0].tolist() == tokens[:-1]
@@ -61,7 +61,7 @@ def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, 
 
 
 def test_a_batch_is_as_wide_as_its_longest_row(tmp_path):
-    samples, _ = opened(examples(40), tmp_path, 200)
+    samples = opened(examples(40), tmp_path, 200)
     batch = samples.read(np.arange(40))
     sizes = [samples.length(i) for i in range(40)]
     assert batch.tokens.shape == batch.labels.shape == (40, max(sizes))
@@ -79,7 +79,7 @@ def test_a_question_keeps_its_answer_and_needs_it_in_the_context(tmp_path):
 
     def rows(context):
         data = open_data(recipe_for(f"squad:{file}", tmp_path / "data", context=context, **how))
-        return data, [data.train.row(i) for i in range(len(data.train))]
+        return data, [data.train.example(i) for i in range(len(data.train))]
 
     whole, cut_rows = rows(400)[1], rows(108)
     data, short = cut_rows
@@ -96,7 +96,7 @@ def test_a_question_keeps_its_answer_and_needs_it_in_the_context(tmp_path):
             places[tuple(kept.tolist())] = tuple(answer)
     assert {tuple(t.tolist()): tuple(t[m].tolist()) for t, m in short} == places
     assert data.train.left_out == len(whole) - len(short)
-    with refused("no item (train) fits", "left out", "model.context"):
+    with refused("(train): no item fits", "left out", "model.context"):
         rows(40)
 
 
@@ -129,7 +129,7 @@ def test_a_short_validation_text_is_one_narrower_row(tmp_path, size):
         tmp_path / "long.txt", tmp_path / "data", eval_source=str(tmp_path / "short.txt")
     )
     if size == 1:
-        with refused("1 tokens (val) are too few", "model.context + 1"):
+        with refused("(val): 1 tokens are too few", "model.context + 1"):
             open_data(recipe)
         return
     val = open_data(recipe).val

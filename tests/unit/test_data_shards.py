@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 from data_fixtures import conversations, documents, jsonl, recipe_for
 from helpers import refused
-from windlass.data.corpus import Corpus, Stream, Table
 from windlass.data.open import open_data
 from windlass.data.recipe_sources import SourceSpec
 from windlass.data.samples import PackedSamples, Tokens
-from windlass.data.shards import Index, Row, ShardWriter
-from windlass.data.split import Part
+from windlass.data.shards import Index, Row, ShardWriter, Table
+from windlass.data.split import Corpus, Part
 from windlass.data.tokenizer import Description
 from windlass.data.tokenizer_kinds import bpe_tokenizer, byte_tokenizer, char_tokenizer
 from windlass.errors import UserError
@@ -33,7 +32,7 @@ from windlass.parallel.env import DistEnv
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk_and_few_open_files(monkeypatch):
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr("windlass.data.corpus.OPEN_FILES", 3)
+    monkeypatch.setattr("windlass.data.shards.OPEN_FILES", 3)
 
 
 def new_index(shard_tokens, masked=False):
@@ -61,9 +60,12 @@ def write(folder, rows, shard_tokens, masked=False):
 
 
 def part_of(folder, index, ranges, edges, numbers):
-    spec = SourceSpec("x", "x")
-    corpus = Corpus(folder, index, spec, byte_tokenizer())
+    corpus = corpus_of(folder, index)
     return Part(corpus, np.array(ranges, np.int64), np.array(edges), np.array(numbers, np.int64))
+
+
+def corpus_of(folder, index):
+    return Corpus(folder, index, SourceSpec("x", "x"), byte_tokenizer())
 
 
 ROWS = st.lists(
@@ -75,65 +77,58 @@ ROWS = st.lists(
 def test_what_is_written_is_read(tmp_path_factory, sizes, shard_tokens, masked, data):
     """Documents of several rows, also empty ones, or with a mask several documents of an item, over
     several shards; resumed."""
-    folder, count, rows, wanted = tmp_path_factory.mktemp("x"), iter(range(10**6)), [], []
-    items = enumerate(sizes)
+    folder, at_once = tmp_path_factory.mktemp("x"), tmp_path_factory.mktemp("y")
+    items = [(item, parts) for item, parts in enumerate(sizes)]
     if masked:
-        items = [(item, [max(1, n)]) for item, parts in items for n in parts]
-        sizes = [parts for _, parts in items]
+        items = [(item, [n]) for item, parts in items for n in parts]
+    rows, ends, bits = list[Row](), [0], list[bool]()
     for document, (item, parts) in enumerate(items):
-        parts = [max(1, parts[0]), *parts[1:]]
-        marks = [data.draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in parts]
-        tokens = [[next(count) for _ in range(n)] for n in parts]
-        wanted.append(([t for part in tokens for t in part], list(itertools.chain(*marks))))
-        for n, (part, mark) in enumerate(zip(tokens, marks, strict=True)):
+        parts[0] = max(1, parts[0])
+        for n, size in enumerate(parts):
             last = n == len(parts) - 1
-            how = {"text": 1000 + document if last else 0, "characters": n + 1, "more": not last}
-            how |= {"marks": np.array(mark, bool), "group": 2000 + document} if masked else {}
-            rows.append(Row(item, np.array(part, np.int64), **how))
+            row = Row(item, np.arange(len(bits), len(bits) + size), characters=n + 1, more=not last)
+            row = row._replace(text=1000 + document if last else 0)
+            marks = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+            bits += marks
+            if masked:
+                row = row._replace(marks=np.array(marks, bool), group=2000 + document)
+            rows.append(row)
+        ends.append(len(bits))
     index = write(folder, rows, shard_tokens, masked)
-    stream, tokens = Stream(folder, index), [t for document, _ in wanted for t in document]
-    assert index.tokens == len(tokens) and index.documents == len(sizes)
+    assert index.tokens == len(bits) and index.documents == len(items)
     longest = max(len(row.tokens) for row in rows)
     assert all(0 <= s.tokens - shard_tokens < longest for s in index.shards[:-1])
-    assert stream.read(0, len(tokens)).tolist() == tokens and len(stream._open) <= 3
-    start = data.draw(st.integers(0, len(tokens)))
-    stop = data.draw(st.integers(start, len(tokens)))
-    assert stream.read(start, stop).tolist() == tokens[start:stop]
+    corpus = corpus_of(folder, index)
+    assert corpus.read(0, len(bits)).tolist() == list(range(len(bits)))
+    assert corpus._local.cache_info().currsize <= 3
+    start = data.draw(st.integers(0, len(bits)))
+    stop = data.draw(st.integers(start, len(bits)))
+    assert corpus.read(start, stop).tolist() == list(range(start, stop))
+    table = corpus.table
     if masked:
-        bits = [bit for _, marks in wanted for bit in marks]
-        assert stream.marks(start, stop).tolist() == bits[start:stop]
-        assert Table(folder, index).field("group").tolist() == [2000 + i for i in range(len(sizes))]
-    ends = np.cumsum([0, *(len(document) for document, _ in wanted)]).tolist()
-    table = Table(folder, index)
+        assert corpus.marks(start, stop).tolist() == bits[start:stop]
+        assert table.field("group").tolist() == [2000 + i for i in range(len(items))]
     assert table.edges.tolist() == ends
-    assert table.field("text").tolist() == [1000 + i for i in range(len(sizes))]
-    assert table.characters.tolist() == [sum(range(1, len(parts) + 1)) for parts in sizes]
-    assert {path.name for path in folder.iterdir()} == {
-        "index.json",
-        *(file for shard in index.shards for file in shard.files(index.row)),
-    }
-    at_once = tmp_path_factory.mktemp("y")
+    assert table.field("text").tolist() == [1000 + i for i in range(len(items))]
+    assert table.characters.tolist() == [sum(range(1, len(parts) + 1)) for _, parts in items]
+    names = [file for shard in index.shards for file in shard.files(index.row)]
+    assert {path.name for path in folder.iterdir()} == {"index.json", *names}
     with ShardWriter(at_once, new_index(shard_tokens, masked), "uint16") as writer:
         for row in rows:
             writer.add(row)
         writer.finish(complete=True)
-    for path in folder.glob("shard-*"):
-        assert path.read_bytes() == (at_once / path.name).read_bytes()
+    assert all((folder / name).read_bytes() == (at_once / name).read_bytes() for name in names)
 
 
-def test_a_table_of_a_killed_preparation_has_only_whole_documents(tmp_path):
+@pytest.mark.parametrize("more", [False, True])
+def test_a_table_of_a_killed_preparation_has_only_whole_documents(tmp_path, more):
     """The last full shard may end with a row that ends a document, or with another."""
-    for more in (False, True):
-        folder = tmp_path / str(more)
-        folder.mkdir()
-        rows = [Row(0, np.arange(8), text=5, characters=8)]
-        rows.append(Row(1, np.arange(10), text=0 if more else 6, characters=10, more=more))
-        with ShardWriter(folder, new_index(12), "uint16") as writer:
-            for row in rows:
-                writer.add(row)
-        table = Table(folder, Index.load(folder))
-        assert table.edges.tolist() == ([0, 8] if more else [0, 8, 18])
-        assert table.field("text").tolist() == ([5] if more else [5, 6])
+    with ShardWriter(tmp_path, new_index(12), "uint16") as writer:
+        writer.add(Row(0, np.arange(8), text=5))
+        writer.add(Row(1, np.arange(10), text=0 if more else 6, more=more))
+    table = Table(tmp_path, Index.load(tmp_path))
+    assert table.edges.tolist() == ([0, 8] if more else [0, 8, 18])
+    assert table.field("text").tolist() == ([5] if more else [5, 6])
 
 
 PIECES = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -259,7 +254,7 @@ def test_rows_of_examples_are_opened_without_reading_a_shard(tmp_path, monkeypat
     monkeypatch.setattr(
         np, "fromfile", lambda path, *how: opened.append(path.suffix) or real(path, *how)
     )
-    monkeypatch.setattr("windlass.data.corpus.os.pread", None)
+    monkeypatch.setattr("windlass.data.shards.os.pread", None)
     rows = open_data(recipe)
     assert len(rows.train) > 10 and set(opened) == {".documents"}
 
@@ -291,12 +286,9 @@ def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
     assert open_data(recipe).fingerprint == first.fingerprint
 
 
-def test_too_small_a_vocabulary_and_too_few_tokens_are_refused(tmp_path):
+def test_too_small_a_vocabulary_is_refused():
     with refused("model.vocab = 5", "write 30"):
         build_model(recipe_for("x", tokenizer="char").replace("model.vocab=5"), 30)
-    source = jsonl(tmp_path / "short.jsonl", ["short", "texts", "only"])
-    with refused("14 tokens", "33"):
-        open_data(recipe_for(source, tmp_path / "short", context=32))
 
 
 # -- shards that others wrote
@@ -341,20 +333,37 @@ def test_shards_of_others_are_read_as_they_are(tmp_path, kind):
     assert not list((tmp_path / "data").glob("*.bin"))
 
 
+def opened(source, folder, **data):
+    """The data of a source, and the ids (0: padding) in its training and validation rows."""
+    data = open_data(recipe_for(source, folder / "data", **data))
+    rows = [set(x.read(np.arange(len(x))).tokens.ravel().tolist()) for x in (data.train, data.val)]
+    return data, *rows
+
+
 def test_which_shards_validate(tmp_path):
     for i in range(4):
         nanogpt(tmp_path / f"{i}.bin", [i + 1] * 100)
     source = f"shards:{tmp_path}/?.bin"
-    held = open_data(recipe_for(source, tmp_path / "a", val_shards=1)).val
-    assert set(held.read(np.arange(len(held)))[0].reshape(-1).tolist()) <= {0, 1}  # 0: padding
-    share = open_data(recipe_for(source, tmp_path / "b", val_fraction=0.25))
+    assert opened(source, tmp_path, val_shards=1)[2] <= {0, 1}
+    share, *_ = opened(source, tmp_path, val_fraction=0.25)
     assert (share.train.tokens, share.val.tokens) == (300, 100)
-    corpus, other = f"shards:{tmp_path}/[012].bin", f"shards:{tmp_path}/3.bin"
-    named = open_data(recipe_for(corpus, tmp_path / "c", eval_source=other))
-    assert (named.train.tokens, named.val.tokens) == (300, 100)
-    assert open_data(recipe_for(source, tmp_path / "d", val_fraction=0)).val is None
+    assert open_data(recipe_for(source, tmp_path / "data", val_fraction=0)).val is None
     with refused("data.val_shards = 99", "data.shard_tokens"):
-        open_data(recipe_for(source, tmp_path / "e", val_shards=99))
+        opened(source, tmp_path, val_shards=99)
+    for names in (("train", "valid", "test"), ("a_train_0", "a_val_0", "dev")):
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        for number, name in enumerate(names, 1):
+            nanogpt(folder / f"{name}.bin", [number] * 200)
+        source = f"shards:{folder}/*.bin"
+        data, train, _ = opened(source, folder)
+        assert (data.train.tokens, data.val.tokens, train) == (200, 400, {1})
+        nanogpt(tmp_path / "copy.bin", [1] * 200)
+        separate = (folder / f"{names[1]}.bin", 2), (tmp_path / "copy.bin", 1)
+        for path, held in separate:
+            data, train, val = opened(source, folder, eval_source=f"shards:{path}")
+            assert (data.train.tokens, data.val.tokens, data.division.shared) == (400, 200, 1)
+            assert train == {1, 2, 3} - {held} and val - {0} == {held}
 
 
 def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
@@ -370,12 +379,8 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
         ("f.txt", whole["nanogpt.bin"], "neither .npy nor .bin"),
         ("h.bin", foreign, "token id 257 at place 200"),
     ]
-    # a pickle, which could run code, is not opened
-    for array, words in (
-        (np.zeros(9, np.float32), "holds float32"),
-        (np.array([{}], dtype=object), "holds object"),
-        (np.zeros((3, 3), np.uint16), "of shape"),
-    ):
+    pickle, square = np.array([{}], dtype=object), np.zeros((3, 3), np.uint16)
+    for array, words in ((pickle, "holds object"), (square, "of shape")):
         np.save(tmp_path / "y.npy", array)
         cases.append(("j.npy", (tmp_path / "y.npy").read_bytes(), words))
     for number, (name, content, words) in enumerate(cases):
@@ -401,27 +406,21 @@ def tokens_and_row(recipe, sample=0):
     return train.tokens, train.read(np.array([sample])).tokens[0].tolist()
 
 
-def test_the_type_of_ids_in_files_that_do_not_name_it(tmp_path, tokenizer_of_many):
+def test_the_type_of_ids_in_files_that_do_not_name_it(tmp_path):
     """A vocabulary of more than 65,536 ids is in 32 bits; 32-bit ids are not read as 16-bit ones."""
+    characters = (chr(c) for c in range(0x3400, 0x3400 + 72_048) if not 0xD800 <= c < 0xE000)
+    char_tokenizer(characters, with_eot=True).save(tmp_path / "many")  # 70,000 ids
     ids = np.random.default_rng(0).integers(0, 257, 3000)
     ids.astype(np.uint32).tofile(tmp_path / "x.bin")
     recipe = recipe_for(f"shards:{tmp_path}/x.bin", tmp_path / "data")
     with refused("x.bin", "every second 16 bits are 0", 'data.shards_dtype="uint32"'):
         open_data(recipe)
-    many = f"data.tokenizer={tokenizer_of_many}"
+    many = f"data.tokenizer=hf:{tmp_path / 'many' / 'tokenizer'}"
     for setting in ("data.shards_dtype=uint32", many):
         assert tokens_and_row(recipe.replace(setting)) == (3000, ids[:16].tolist())
     (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:-2])
     with refused("x.bin", "truncated"):
         open_data(recipe.replace(many, f"data.dir={tmp_path / 'other'}"))
-
-
-@pytest.fixture
-def tokenizer_of_many(tmp_path):
-    """The setting of a tokenizer with 70,000 ids."""
-    characters = (chr(c) for c in range(0x3400, 0x3400 + 72_048) if not 0xD800 <= c < 0xE000)
-    char_tokenizer(characters, with_eot=True).save(tmp_path / "many")
-    return f"hf:{tmp_path / 'many' / 'tokenizer'}"
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(8, np.uint16), (4, np.int32)])
@@ -435,22 +434,3 @@ def test_megatrons_index_names_the_type(tmp_path, code, dtype):
     (tmp_path / "x_text_document.idx").write_bytes(head[:-1] + b"\x07" + bytes(99))
     with refused("x_text_document.idx", "Megatron"):
         open_data(recipe.replace(f"data.dir={tmp_path / 'other'}"))
-
-
-@pytest.mark.parametrize("names", [("train", "valid", "test"), ("a_train_0", "a_val_0", "dev")])
-def test_validation_shards_beside_the_training_shards(tmp_path, names):
-    for number, name in enumerate(names, 1):
-        nanogpt(tmp_path / f"{name}.bin", [number] * 200)
-    source = f"shards:{tmp_path}/*.bin"
-    data = open_data(recipe_for(source, tmp_path / "data"))
-    assert data.train.tokens == 200 and data.val.tokens == 400
-    assert set(data.train.read(np.arange(len(data.train))).tokens.ravel().tolist()) == {1}
-    separate = {"eval_source": f"shards:{tmp_path}/{names[1]}.bin"}
-    data = open_data(recipe_for(source, tmp_path / "data", **separate))
-    assert data.train.tokens == 400 and data.val.tokens == 200 and data.division.shared == 1
-    copied = tmp_path / "copy" / "other.bin"
-    copied.parent.mkdir()
-    nanogpt(copied, [1] * 200)
-    data = open_data(recipe_for(source, tmp_path / "data", eval_source=f"shards:{copied}"))
-    tokens = data.train.read(np.arange(len(data.train))).tokens
-    assert 1 not in tokens.ravel().tolist() and data.division.shared == 1

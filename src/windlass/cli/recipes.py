@@ -103,9 +103,8 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     shown |= lines(facts, loaded.model.context)
     if problems := warnings(facts):
         shown["warning"] = "\n".join(problems)
-    items = getattr(data.train, "items", data.train)  # of best-fit packing
-    if isinstance(items, ExampleSamples):
-        shown["example"] = show_row(*items.row(0), prepared.tokenizer)
+    if isinstance(data.train, ExampleSamples):
+        shown["example"] = show_row(*data.train.example(0), prepared.tokenizer)
     corpora = [corpus for corpus in prepared.corpora if corpus.index.left_out]
     if lists := [str(corpus.directory / LEFT_OUT) for corpus in corpora]:
         shown["left out"] = "\n".join(dict.fromkeys(lists))

@@ -6,5 +6,5 @@
 - `tokenizer` turns pieces into tokens, and `encode` items into **rows** of marked tokens.
 - `prepare` does this for a recipe: `recipe_sources`, `recipe_tokenizer` and `directory` say what it
   reads, with what, and where to. `shards` stores the rows; `external_shards` reads other tools'.
-- `open`: `corpus` and `split` read them; `samples`, `mixture`, `order` and `loader` make batches.
+- `open`: `split` divides them; `samples`, `mixture`, `order` and `loader` make batches.
 """

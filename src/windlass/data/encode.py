@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.data.chat import Template
-from windlass.data.corpus import Need, Table
 from windlass.data.items import (
     QUESTION,
     Conversation,
@@ -36,8 +35,9 @@ from windlass.data.items import (
 )
 from windlass.data.progress import Progress
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.shards import Index, Row, ShardWriter
+from windlass.data.shards import Index, Row, ShardWriter, Table
 from windlass.data.sources import Source
+from windlass.data.split import Need
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError

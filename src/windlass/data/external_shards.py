@@ -7,16 +7,14 @@ from __future__ import annotations
 import hashlib
 import io
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from windlass.data.corpus import CACHE, LocalFile
 from windlass.data.progress import Progress
 from windlass.data.recipe_sources import SourceSpec
 from windlass.data.remote import RemoteFile, list_urls
-from windlass.data.shards import Index, Shard, bad_shard, on_disk, unknown_id
+from windlass.data.shards import CACHE, Index, LocalFile, Shard, bad_shard, check_ids, on_disk
 from windlass.data.sources import local_files
 from windlass.errors import first_line
 
@@ -30,24 +28,27 @@ MEGATRON, MEGATRON_TYPES = b"MMIDIDX\x00\x00", {8: "uint16", 4: "uint32"}
 def index_shards(
     spec: SourceSpec, directory: Path, index: Index, workers: int, progress: Progress
 ) -> Index:
-    """Read the shards of a source `shards:...` once; returns the index as written."""
+    """Check the shards of a source `shards:...`; returns the index as written."""
     if "://" in spec.path:
         places = list_urls(spec.path)
     else:
-        places = [str(file) for file in local_files(spec)[0]]
-    check = partial(index_shard, spec, index.tokenizer.vocab, directory.parent / CACHE)
+        places = [str(path) for path in local_files(spec)[0]]
     with ThreadPoolExecutor(workers or None) as pool:
-        for shard in pool.map(check, places):
+        for shard in pool.map(lambda place: _checked(spec, directory, index, place), places):
             index.shards.append(shard)
             progress.update(f"shards of {spec.name}", len(index.shards) / len(places))
     index.complete = True
     return index.save(directory)
 
 
-def index_shard(spec: SourceSpec, vocab: int, cache: Path, place: str) -> Shard:
-    """Check all ids of a shard; of a URL only the first ones."""
-    is_remote = "://" in place
-    file = RemoteFile(place, cache, spec.cache_bytes) if is_remote else LocalFile(Path(place))
+def _checked(spec: SourceSpec, directory: Path, index: Index, place: str) -> Shard:
+    """A shard, after a check of all ids; of a URL only the first ones are checked."""
+    file: LocalFile | RemoteFile
+    if "://" in place:
+        file = RemoteFile(place, directory.parent / CACHE, spec.cache_bytes)
+    else:
+        file = LocalFile(Path(place))
+    vocab = index.tokenizer.vocab
     dtype, offset, tokens = _header(place, file)
     if dtype:
         kind = on_disk(dtype)
@@ -62,21 +63,20 @@ def index_shard(spec: SourceSpec, vocab: int, cache: Path, place: str) -> Shard:
         raise bad_shard(place, f"is truncated or not a shard: {content}")
     digest = hashlib.sha256(file.pread(offset, 0))
     odd_ids_are_0 = True
-    for done in range(0, min(tokens, BLOCK_TOKENS) if is_remote else tokens, BLOCK_TOKENS):
+    read = min(tokens, BLOCK_TOKENS) if isinstance(file, RemoteFile) else tokens
+    for done in range(0, read, BLOCK_TOKENS):
         size = min(BLOCK_TOKENS, tokens - done) * kind.itemsize
         raw = file.pread(size, offset + done * kind.itemsize)
         digest.update(raw)
-        block = np.frombuffer(raw, kind)
-        if int(block.max()) >= vocab:
-            raise unknown_id(place, block, vocab, done)
-        odd_ids_are_0 = odd_ids_are_0 and not block[1::2].any()
+        ids = np.frombuffer(raw, kind)
+        check_ids(place, ids, vocab, done)
+        odd_ids_are_0 = odd_ids_are_0 and not ids[1::2].any()
     if odd_ids_are_0 and tokens > 1 and kind.itemsize == 2 and not dtype:
         remedy = 'set data.shards_dtype="uint32"'
         raise bad_shard(place, f"has 32-bit ids: every second 16 bits are 0; {remedy}")
+    name, content = str(Path(place).resolve()), digest.hexdigest()
     if isinstance(file, RemoteFile):
         name, content = place, file.version
-    else:
-        name, content = str(Path(place).resolve()), digest.hexdigest()
     return Shard(file=name, tokens=tokens, sha256=content, dtype=kind.name, offset=offset)
 
 
@@ -85,7 +85,15 @@ def _header(place: str, file: LocalFile | RemoteFile) -> tuple[str, int, int | N
     path = Path(place)
     head = file.pread(LLMC_HEADER_BYTES, 0)
     if path.suffix == ".npy":
-        return _numpy_header(place, head)
+        start = io.BytesIO(head)
+        try:
+            np.lib.format.read_magic(start)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(start)
+        except ValueError as error:
+            raise bad_shard(place, f"is not a whole .npy file: {first_line(error)}") from None
+        if dtype.str not in ("<u2", "<u4") or len(shape) != 1:
+            raise bad_shard(place, f"holds {dtype} of shape {shape}, not a row of uint16 or uint32")
+        return dtype.name, start.tell(), shape[0]
     if path.suffix != ".bin":
         raise bad_shard(place, "is neither .npy nor .bin")
     if len(head) == LLMC_HEADER_BYTES:
@@ -95,20 +103,8 @@ def _header(place: str, file: LocalFile | RemoteFile) -> tuple[str, int, int | N
     index = path.with_suffix(".idx")
     if isinstance(file, LocalFile) and index.is_file():
         about = LocalFile(index).pread(18, 0)
-        dtype = MEGATRON_TYPES.get(about[-1], "") if about.startswith(MEGATRON) else ""
-        if not dtype:
+        code = MEGATRON_TYPES.get(about[-1], "") if about.startswith(MEGATRON) else ""
+        if not code:
             raise bad_shard(place, f"has a {index.name} that is not Megatron's for token ids")
-        return dtype, 0, None
+        return code, 0, None
     return "", 0, None
-
-
-def _numpy_header(place: str, head: bytes) -> tuple[str, int, int]:
-    file = io.BytesIO(head)
-    try:
-        np.lib.format.read_magic(file)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    except ValueError as error:
-        raise bad_shard(place, f"is not a whole .npy file: {first_line(error)}") from None
-    if dtype.str not in ("<u2", "<u4") or len(shape) != 1:
-        raise bad_shard(place, f"holds {dtype} of shape {shape}, not a row of uint16 or uint32")
-    return dtype.name, file.tell(), shape[0]

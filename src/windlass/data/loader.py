@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from queue import Empty, Queue
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +23,6 @@ from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
 
 CLOSE_SECONDS = 0.2  # for the thread, which may be in a slow source; then it is abandoned
-PREFETCH = 2  # steps that are read ahead
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Loader(Iterator[StepBatch]):
         self.length_buckets = length_buckets and hasattr(samples, "length")
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._ready = deque[StepBatch | BaseException]()
-        self._changed = threading.Condition()  # of `_ready`, or closed
+        # Two steps are read ahead: one is in the queue, and the thread waits with the next one.
+        self._ready = Queue[StepBatch | BaseException](maxsize=1)
         self._thread = threading.Thread(
             target=self._read_ahead, args=(first_step + 1,), name="windlass-loader", daemon=True
         )
@@ -82,11 +82,10 @@ class Loader(Iterator[StepBatch]):
         if self._stop.is_set():
             raise ValueError("the loader is closed")
         started = time.perf_counter()
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ready, timeout):
-                return None
-            batch = self._ready.popleft()
-            self._changed.notify()
+        try:
+            batch = self._ready.get(timeout=timeout)
+        except Empty:
+            return None
         if not isinstance(batch, StepBatch):
             self._error = batch
             raise batch
@@ -98,8 +97,8 @@ class Loader(Iterator[StepBatch]):
     def close(self) -> None:
         """Stop reading ahead, and wait for the thread up to CLOSE_SECONDS."""
         self._stop.set()
-        with self._changed:
-            self._changed.notify()
+        with suppress(Empty):  # if the thread waits for room
+            self._ready.get_nowait()
         self._thread.join(CLOSE_SECONDS)
 
     def __enter__(self) -> Loader:
@@ -143,19 +142,10 @@ class Loader(Iterator[StepBatch]):
                 # A thread starts on device 0, and pinning would open a context there.
                 torch.cuda.set_device(self.device)
             while (batch := self._read(step)) is not None:
-                self._put(batch)
+                self._ready.put(batch)
                 step += 1
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._stop.is_set() or len(self._ready) < PREFETCH
-                    )
         except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: StepBatch | BaseException) -> None:
-        with self._changed:
-            self._ready.append(item)
-            self._changed.notify()
+            self._ready.put(error)
 
 
 def to_tensor(field: np.ndarray) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -41,31 +41,28 @@ class Mixture:
     ):
         """`kind` is `data.order`, for the order inside of each source."""
         self.samples, self.stages, self.seed, self.kind = samples, list(stages), seed, kind
-        self._more = blocks_of(stages, seed)
-        self._lock = threading.Lock()
-        self._blocks = list[Block]()
-        self._ends = list[int]()  # of these blocks
+        self._more, self._lock = blocks_of(stages, seed), threading.Lock()
+        self._blocks = [next(self._more)]
+        self._starts = [0]  # of these blocks
 
-    def _lay(self, number: int) -> None:
-        """Lay out the blocks up to the block of a sample."""
+    def _blocks_at(self, numbers: np.ndarray) -> np.ndarray:
+        """The places in `_blocks` of the blocks of samples, laid out if need be."""
         with self._lock:
-            while not self._ends or self._ends[-1] <= number:
-                block = next(self._more)
-                self._blocks.append(block)
-                self._ends.append(block.start + block.length)
+            while self._starts[-1] <= numbers.max(initial=0):
+                self._blocks.append(next(self._more))
+                self._starts.append(self._blocks[-1].start)
+        return np.searchsorted(self._starts, numbers, side="right") - 1
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each sample number, and the sample's number in it, both int64."""
-        self._lay(int(numbers.max(initial=0)))
         sources, own = np.empty_like(numbers), np.empty_like(numbers)
-        at = np.searchsorted(self._ends, numbers, side="right")
+        at = self._blocks_at(numbers)
         for index in np.unique(at).tolist():
-            here = at == index
-            block = self._blocks[index]
+            here, block = at == index, self._blocks[index]
             of, number = layout(self.seed, block.start, block.counts)
             inside = numbers[here] - block.start
             sources[here] = of[inside]
-            own[here] = np.asarray(block.before)[of[inside]] + number[inside]
+            own[here] = block.before[of[inside]] + number[inside]
         return sources, own
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
@@ -73,8 +70,7 @@ class Mixture:
         sources, own = self.places(numbers)
         indices = np.empty_like(numbers)
         for source in np.unique(sources).tolist():
-            part = self.samples.parts[source]
-            here = sources == source
+            part, here = self.samples.parts[source], sources == source
             seed = f"{self.seed}/source {source}"
             shards = getattr(part, "shard_samples", None)
             inside = sample_indices(own[here], len(part), self.kind, seed, shards)
@@ -83,33 +79,26 @@ class Mixture:
 
     def counts(self, stop: int) -> np.ndarray:
         """The samples of each source among the first `stop` ones, int64 [sources]."""
-        if stop <= 0:
-            return np.zeros(len(self.samples.parts), np.int64)
-        self._lay(stop - 1)
-        at = bisect.bisect_right(self._ends, stop - 1)
-        block = self._blocks[at]
+        block = self._blocks[int(self._blocks_at(np.array(stop)))]
         sources, _ = layout(self.seed, block.start, block.counts)
-        inside = sources[: stop - block.start]
-        return np.asarray(block.before) + np.bincount(inside, minlength=len(block.counts))
+        before = sources[: stop - block.start]
+        return block.before + np.bincount(before, minlength=len(block.counts))
 
 
 def shares_of_run(mixture: Mixture, horizon: Horizon) -> list[dict[str, Any]]:
     """What a whole run reads of each source; `weights` are the shares in each stage."""
+    samples, rows = mixture.samples, list[dict[str, Any]]()
     counts = mixture.counts(horizon.steps * horizon.samples_per_step).tolist()
-    rows = list[dict[str, Any]]()
-    for i, (name, part) in enumerate(
-        zip(mixture.samples.names, mixture.samples.parts, strict=True)
-    ):
+    for i, (name, part) in enumerate(zip(samples.names, samples.parts, strict=True)):
         tokens = real_tokens(part)
-        rows.append(
-            {
-                "name": name,
-                "weights": [round(s.weights[i] / sum(s.weights), 6) for s in mixture.stages],
-                "samples": counts[i],
-                "tokens": None if tokens is None else round(counts[i] * tokens / len(part)),
-                "epochs": counts[i] / len(part),
-            }
-        )
+        row = {
+            "name": name,
+            "weights": [round(s.weights[i] / sum(s.weights), 6) for s in mixture.stages],
+            "samples": counts[i],
+            "tokens": None if tokens is None else round(counts[i] * tokens / len(part)),
+            "epochs": counts[i] / len(part),
+        }
+        rows.append(row)
     return rows
 
 
@@ -138,31 +127,29 @@ def continue_stages(past: Sequence[Stage], planned: Sequence[Stage], at: int) ->
 
 
 class Block(NamedTuple):
-    """Some samples, from number `start` on."""
+    """BLOCK samples from number `start` on, fewer if the next stage begins inside of it."""
 
     start: int
-    length: int  # under BLOCK if it is cut
-    before: tuple[int, ...]  # samples of each source before it
-    counts: tuple[int, ...]  # samples of each source in it, before it is cut
+    before: np.ndarray  # samples of each source before it, int64 [sources]
+    counts: tuple[int, ...]  # samples of each source in a whole block
 
 
 def blocks_of(stages: Sequence[Stage], seed: int) -> Iterator[Block]:
     """The blocks of a mixture, in order, without end."""
-    start, done = 0, (0,) * len(stages[0].weights)
-    while True:
-        weights = [stage.weights for stage in stages if stage.start <= start][-1]
-        switch = min((s.start for s in stages if s.start > start), default=math.inf)
-        for counts in block_counts(weights):
-            length = int(min(BLOCK, switch - start))
-            read = counts
-            if length < BLOCK:
-                sources, _ = layout(seed, start, counts)
-                read = tuple(np.bincount(sources[:length], minlength=len(counts)).tolist())
-            yield Block(start, length, done, counts)
-            start += length
-            done = tuple(n + more for n, more in zip(done, read, strict=True))
-            if start == switch:
+    before = np.zeros(len(stages[0].weights), np.int64)
+    ends = [*(stage.start for stage in stages[1:]), math.inf]
+    for stage, end in zip(stages, ends, strict=True):
+        start = stage.start
+        for counts in block_counts(stage.weights):
+            if start >= end:
                 break
+            yield Block(start, before, counts)
+            read = np.array(counts)
+            if start + BLOCK > end:
+                sources, _ = layout(seed, start, counts)
+                read = np.bincount(sources[: int(end) - start], minlength=len(counts))
+            before = before + read
+            start += BLOCK
 
 
 def block_counts(weights: Sequence[float]) -> Iterator[tuple[int, ...]]:
@@ -233,31 +220,20 @@ class MixedSamples:
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         indices = indices if self._order is None else self._order[indices]
         sources = np.searchsorted(self.starts, indices, side="right") - 1
-        present = np.unique(sources).tolist()
-        groups = [np.flatnonzero(sources == source) for source in present]
-        batches = [
-            Batch(*self.parts[source].read(indices[group] - self.starts[source]))
-            for source, group in zip(present, groups, strict=True)
-        ]
-        back = np.argsort(np.concatenate(groups), kind="stable")
-        width = max(batch.tokens.shape[1] for batch in batches)
-
-        def joined(fields: Iterable[np.ndarray], **padding: Any) -> np.ndarray:
-            """The rows in the order of `indices`, padded to the same width."""
-            padded = [
-                np.pad(rows, ((0, 0), (0, width - rows.shape[1])), **padding) for rows in fields
-            ]
-            return np.concatenate(padded)[back]
-
-        tokens = joined(batch.tokens for batch in batches)
-        labels = joined((batch.labels for batch in batches), constant_values=IGNORE_INDEX)
-        if all(batch.documents is None for batch in batches):
+        batches = dict[int, Batch[np.ndarray]]()
+        for source in np.unique(sources).tolist():
+            own = indices[sources == source] - self.starts[source]
+            batches[source] = Batch(*self.parts[source].read(own))
+        shape = len(indices), max(batch.tokens.shape[1] for batch in batches.values())
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX)
+        documents = np.zeros(shape, np.int64)
+        for source, batch in batches.items():  # padded to the same width
+            rows, width = sources == source, batch.tokens.shape[1]
+            tokens[rows, :width] = batch.tokens
+            labels[rows, :width] = batch.labels
+            if batch.documents is not None:
+                documents[rows, :width] = batch.documents
+                documents[rows, width:] = batch.documents[:, -1:]
+        if all(batch.documents is None for batch in batches.values()):
             return Batch(tokens, labels, sources=sources)
-        documents = joined(
-            (
-                np.zeros_like(batch.tokens) if batch.documents is None else batch.documents
-                for batch in batches
-            ),
-            mode="edge",
-        )
         return Batch(tokens, labels, positions_of(documents), documents, sources)

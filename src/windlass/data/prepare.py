@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.data.chat import PLAIN_LAYOUT, Template
-from windlass.data.corpus import Corpus, Table, documents_read
 from windlass.data.directory import (
     directory_of,
     file_states,
@@ -27,8 +26,9 @@ from windlass.data.external_shards import index_shards
 from windlass.data.progress import Progress
 from windlass.data.recipe_sources import Member, SourceSpec, members_of, root_of
 from windlass.data.recipe_tokenizer import check_tokenizer, open_tokenizer, tokenizer_files
-from windlass.data.shards import INDEX, Index, prepare_again
+from windlass.data.shards import INDEX, Index, Table, prepare_again
 from windlass.data.sources import changes, describe_source, open_source
+from windlass.data.split import Corpus, documents_read
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError

@@ -15,14 +15,13 @@ import numpy as np
 from windlass import hub
 from windlass.data import tokenizer_kinds
 from windlass.data.chat import Template
-from windlass.data.corpus import FEW
 from windlass.data.directory import directory_of, hash_of_key, lock_directory, tokenizer_key
 from windlass.data.items import Item, example_of, text_of
 from windlass.data.progress import Progress
 from windlass.data.recipe_sources import Member, SourceSpec, root_of
 from windlass.data.shards import INDEX
 from windlass.data.sources import Source, describe_source, open_source
-from windlass.data.split import held_out
+from windlass.data.split import FEW, held_out
 from windlass.data.tokenizer import (
     DESCRIPTION,
     FOLDER,

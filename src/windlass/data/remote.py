@@ -47,59 +47,40 @@ class RemoteFile:
         while offset < stop:
             number, begin = divmod(offset, BLOCK_BYTES)
             end = min(BLOCK_BYTES, begin + stop - offset)
-            part = self._cached(number, begin, end)
-            parts.append(self._block(number)[begin:end] if part is None else part)
+            parts.append(self._part(number, begin, end))
             offset += end - begin
         return b"".join(parts)
 
-    def _place(self, number: int) -> tuple[Path, int]:
+    def _part(self, number: int, begin: int, end: int) -> bytes:
+        """A part of a block, from the cache or the network; one process of a host at a time asks
+        the network for it."""
+        path = self._cache / f"{self._name}-{number:06d}"
         length = min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
-        return self._cache / f"{self._name}-{number:06d}", length
-
-    def _cached(self, number: int, begin: int, end: int) -> bytes | None:
-        """A part of a block in the cache; None if the cache does not have the whole block."""
-        path, length = self._place(number)
-        try:
-            with path.open("rb", buffering=0) as file:
-                part = os.pread(file.fileno(), end - begin, begin)
-                is_whole = os.fstat(file.fileno()).st_size == length
-        except OSError:
-            return None
-        with contextlib.suppress(OSError):  # another process may just have deleted it
-            os.utime(path)
-        return part if is_whole else None
-
-    def _block(self, number: int) -> bytes:
-        """A block, from the cache or the network; one process of a host at a time asks for it."""
-        path, length = self._place(number)
+        if (part := _cached(path, length, begin, end)) is not None:
+            return part
         try:
             with locked(self._cache / f"{self._name}.lock"):
-                if (block := self._cached(number, 0, length)) is None:
+                if (part := _cached(path, length, begin, end)) is None:
                     block = _retried(self.url, lambda: self._download(number, length))
                     with locked(self._cache / ".lock"):
                         self._store(path, block)
-                return block
+                    part = block[begin:end]
+                return part
         except OSError as error:
             remedy = "free some space, or lower data.cache_gb"
             raise RunFailed(f"{self._cache}: {error.strerror}; {remedy}") from None
 
     def _store(self, path: Path, block: bytes) -> None:
         """Store a block in place of the least recently used ones, if there is enough room."""
-        blocks = list[tuple[int, int, str]]()
-        allowed = self._cache_bytes - len(block)
-        for entry in os.scandir(self._cache):
-            if entry.name.endswith(".new"):  # of a process that was killed
-                Path(entry.path).unlink(missing_ok=True)
-            elif not entry.name.endswith(".lock"):
-                stat = entry.stat()
-                blocks.append((stat.st_mtime_ns, stat.st_size, entry.path))
-        used = sum(size for _, size, _ in blocks)
-        for _, size, old in sorted(blocks):
-            if used <= allowed:
+        # also what a killed process left (`.new`); an entry keeps the result of `stat`
+        files = [file for file in os.scandir(self._cache) if not file.name.endswith(".lock")]
+        used = len(block) + sum(file.stat().st_size for file in files)
+        for old in sorted(files, key=lambda file: file.stat().st_mtime_ns):
+            if used <= self._cache_bytes:
                 break
             Path(old).unlink(missing_ok=True)
-            used -= size
-        if used <= allowed:
+            used -= old.stat().st_size
+        if used <= self._cache_bytes:
             Files().replace(path, block, durable=False)
 
     def _download(self, number: int, length: int) -> bytes:
@@ -124,6 +105,19 @@ class RemoteFile:
         if not isinstance(info.get("size"), int):
             raise UserError(f"{self.url} cannot be read: the server does not say its size")
         return info["size"], " ".join(f"{key}={info[key]}" for key in VERSION if key in info)
+
+
+def _cached(path: Path, length: int, begin: int, end: int) -> bytes | None:
+    """A part of a block of `length` bytes; None if the cache does not have the whole block."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            part = os.pread(file.fileno(), end - begin, begin)
+            is_whole = os.fstat(file.fileno()).st_size == length
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):  # another process may just have deleted it
+        os.utime(path)
+    return part if is_whole else None
 
 
 def list_urls(pattern: str) -> list[str]:
@@ -159,11 +153,11 @@ def _retried(url: str, action: Callable[[], Value]) -> Value:
             # For HTTP fsspec reports every failure as a missing file.
             answer = cause if url.startswith("http") else error
             status = getattr(answer, "status", 0)
-            text = first_line(cause)
-            if is_missing := status == 404 or isinstance(answer, FileNotFoundError):
-                text = "it does not exist"
             is_refused = 400 <= status < 500 and status not in (408, 429)
-            if is_missing or is_refused or isinstance(answer, PermissionError):
+            text = first_line(cause)
+            if status == 404 or isinstance(answer, FileNotFoundError):
+                is_refused, text = True, "it does not exist"
+            if is_refused or isinstance(answer, PermissionError):
                 remedy = "check the URL, and the credentials of its file system"
                 raise UserError(f"{url} cannot be read: {text}; {remedy}") from None
         time.sleep(seconds)

@@ -4,7 +4,8 @@ is a part of the documents of a set, end to end; other rows have whole examples.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
@@ -15,7 +16,7 @@ from windlass.data.order import permute, sample_indices
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from windlass.data.corpus import Stream
+    from windlass.data.shards import Corpus
     from windlass.data.split import Part
 
 A = TypeVar("A")  # np.ndarray when read, Tensor for the model
@@ -97,52 +98,45 @@ class Tokens:
             sizes = np.diff(part.ranges).ravel()
             ends = before + np.cumsum(sizes)
             rows, before = np.stack([ends - sizes, ends], axis=1), ends[-1]
-            edges = part.corpus.stream.edges[:-1]
+            edges = part.corpus.edges[:-1]
             places.append(np.interp(edges, part.ranges.ravel(), rows.ravel()))
         return np.append(np.concatenate(places), len(self)).astype(np.int64)
 
-    def read_into(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens from `start` on into `out` [n]."""
-        for stream, place, here in self._pieces(start, len(out)):
-            stream.read_into(place, out[here])
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens from `start` to `stop` of the row, int64 [stop - start]."""
+        parts = [corpus.read(*place) for corpus, *place in self._pieces(start, stop)]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
-    def marks_into(self, start: int, out: np.ndarray) -> None:
-        """Copy into `out` (bool [n]) whether the tokens from `start` on count in the loss."""
-        for stream, place, here in self._pieces(start, len(out)):
-            out[here] = stream.marks(place, place + here.stop - here.start)
+    def marks(self, start: int, stop: int) -> np.ndarray:
+        """Whether each of these tokens counts in the loss, bool [stop - start]."""
+        parts = [corpus.marks(*place) for corpus, *place in self._pieces(start, stop)]
+        return np.concatenate([np.zeros(0, bool), *parts])
 
-    def _pieces(self, start: int, count: int) -> Iterator[tuple[Stream, int, slice]]:
-        """The stretches of a source in `count` tokens of the row: their first token, and place."""
-        at, done = bisect_right(self._edges, start) - 1, 0
-        while done < count:
-            inside = start + done - int(self._edges[at])
-            end = min(count, done + int(self._edges[at + 1] - self._edges[at]) - inside)
-            stream = self.parts[self._part_of[at]].corpus.stream
-            yield stream, int(self._starts[at]) + inside, slice(done, end)
-            done, at = end, at + 1
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[Corpus, int, int]]:
+        """The stretches of sources in a part of the row: their first tokens, and their ends."""
+        at = bisect.bisect_right(self._edges, start) - 1
+        while start < stop:
+            end = min(stop, int(self._edges[at + 1]))
+            shift = int(self._starts[at] - self._edges[at])
+            yield self.parts[self._part_of[at]].corpus, start + shift, end + shift
+            start, at = end, at + 1
 
 
 class PackedSamples:
     """Documents end to end in rows of `context` tokens; a row starts with the last label before it.
 
     With `ragged` the last tokens make a shorter row with masked padding, so that a validation set
-    counts its last token. With `apart` batches number the documents of a row. The part of a
-    document in a row is then a document of its own, and the label of a document's last token is
-    `following`, the token that begins the next document.
+    counts its last token. With `following`, the token that begins a document, batches number the
+    documents of a row. The part of a document in a row is then a document of its own, and the label
+    of a document's last token is `following`.
     """
 
     def __init__(
-        self,
-        tokens: Tokens,
-        context: int,
-        *,
-        ragged: bool = False,
-        apart: bool = False,
-        following: int = 0,
+        self, tokens: Tokens, context: int, *, ragged: bool = False, following: int | None = None
     ):
-        self._tokens, self.context, self._following = tokens, context, following
-        self._starts = tokens.documents[:-1] if apart else None
-        self.document_mask = apart
+        self._tokens, self.context, self._following = tokens, context, following or 0
+        self.document_mask = following is not None
+        self._starts = tokens.documents[:-1] if self.document_mask else None
         self.tokens = len(tokens)  # including the tokens after the last row
         self.valid_tokens = max(0, len(tokens) - 1)
         if not ragged:
@@ -163,7 +157,8 @@ class PackedSamples:
         rows = np.zeros((len(indices), self.context + 1), dtype=np.int64)
         counts = np.minimum(self.context, self.valid_tokens - indices * self.context)
         for row, i, count in zip(rows, indices.tolist(), counts.tolist(), strict=True):
-            self._tokens.read_into(i * self.context, row[: count + 1])
+            first = i * self.context
+            row[: count + 1] = self._tokens.read(first, first + count + 1)
         batch = Batch(rows[:, :-1].copy(), rows[:, 1:].copy())
         if self._starts is not None:  # number the documents, and label their last tokens
             documents = np.zeros_like(batch.labels)
@@ -182,9 +177,10 @@ class PackedSamples:
     @cached_property
     def attended(self) -> float:
         """The mean length, over all tokens, of the part of a token's document in its row."""
+        assert self._starts is not None
         rows = np.arange(0, self._count * self.context, self.context)
-        own = rows if self._starts is None else self._starts[self._starts < self.valid_tokens]
-        edges = np.sort(np.concatenate([rows, own]), kind="stable")  # merges two sorted runs
+        starts = self._starts[self._starts < self.valid_tokens]
+        edges = np.sort(np.concatenate([rows, starts]), kind="stable")  # merges two sorted runs
         sizes = np.diff(edges, append=self.valid_tokens)
         return float((sizes.astype(np.float64) ** 2).sum() / self.valid_tokens)
 
@@ -211,38 +207,45 @@ def real_tokens(samples: Samples) -> int | None:
 
 
 class ExampleSamples:
-    """One question or conversation a row, with masked padding: n tokens give n - 1 positions, which
-    count if they are marked.
+    """Questions or conversations, one a row with masked padding, or `packed`: as many as best-fit
+    packing puts into a row. `documents` of a packed batch numbers them, and the padding is one more.
 
-    An example over `context` + 1 loses the tokens before its last `tail`. It is left out if nothing
-    can be learned from the rest (`reach`).
+    An example of n tokens has n - 1 positions, which count if they are marked. One over `context` + 1
+    tokens loses those before its last `tail`. It is left out if nothing can be learned from the rest
+    (`reach`).
 
-    - `sizes`: the positions of each row, int64 [samples];
+    - `sizes`: the positions of each example, int64 [examples];
     - `cut` and `cut_tokens`: examples longer than a row, and the tokens that these lose;
     - `left_out`: examples that nothing is learned from.
     """
 
-    def __init__(self, tokens: Tokens, context: int, *, pad: int = 0):
-        self._tokens, self.context, self.pad = tokens, context, pad
+    def __init__(self, tokens: Tokens, context: int, *, pad: int = 0, packed: bool = False):
+        self._tokens, self.context, self.pad, self.document_mask = tokens, context, pad, packed
         edges, room = tokens.documents, context + 1
         whole, tails, reach = np.diff(edges), self._field("tail"), self._field("reach")
         first = np.where(whole > room, room - tails, whole)  # the tokens before the tail
         learns = (reach <= first) & (whole > 1) & (tails < room)
         self.left_out = int((~learns).sum())
-        self._starts, self._whole, self._tails = edges[:-1][learns], whole[learns], tails[learns]
+        self._starts, self._whole = edges[:-1][learns], whole[learns]
+        self._tails = np.where(self._whole > room, tails[learns], 0)
         self._marked = self._field("marked")[learns]
         self.sizes = np.minimum(self._whole - 1, context)
         lost = self._whole - room
         self.cut, self.cut_tokens = int((lost > 0).sum()), int(lost[lost > 0].sum())
         self.real_tokens = int(self.sizes.sum())
+        # the examples in the order of rows, and where each row begins among them
+        self._order, self._edges = np.arange(len(self.sizes)), np.arange(len(self.sizes) + 1)
+        if packed:
+            self._order, self._edges = best_fit(self.sizes, context)
+        self._used = np.add.reduceat(self.sizes[self._order], self._edges[:-1])
         shards = np.searchsorted(self._starts, tokens.shards)
-        self.shard_samples: Sequence[int] = np.diff(shards).tolist()
+        self.shard_samples: Sequence[int] = np.diff(shards).tolist()  # without packing
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self._used)
 
-    def length(self, sample: int) -> int:
-        return int(self.sizes[sample])
+    def length(self, index: int) -> int:
+        return int(self._used[index])
 
     def _field(self, name: str) -> np.ndarray:
         """A field of the table for each document, int64 [documents]."""
@@ -254,42 +257,59 @@ class ExampleSamples:
     def valid_tokens(self) -> int:
         """The marked tokens; it reads the examples that are cut."""
         is_cut = self._whole > self.context + 1
-        cut = sum(int(self.row(i)[1].sum()) for i in np.flatnonzero(is_cut).tolist())
+        cut = sum(int(self.example(i)[1].sum()) for i in np.flatnonzero(is_cut).tolist())
         return int(self._marked[~is_cut].sum()) + cut
+
+    @property
+    def attended(self) -> float:
+        """The mean length, over all tokens, of a token's example."""
+        return float((self.sizes.astype(np.float64) ** 2).sum() / self.real_tokens)
 
     def mean_width(
         self, batch: int, micro_batch: int, order: str, seed: int, length_buckets: bool
     ) -> float:
         """The mean over an epoch of a row's positions in its micro-batch, padding included."""
+        if self.document_mask:
+            return float(self.context)
         steps = max(1, len(self) // batch)
         sizes = self.sizes[sample_indices(np.arange(steps * batch), len(self), order, seed)]
         sizes = sizes.reshape(steps, batch)
         sizes = np.sort(sizes) if length_buckets else sizes
         return float(sizes.reshape(-1, micro_batch).max(axis=1).mean())
 
-    def row(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
+    def example(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of an example (int64), and whether each counts in the loss."""
-        start, whole = int(self._starts[sample]), int(self._whole[sample])
-        size = self.length(sample)
-        tail = int(self._tails[sample]) if whole > size + 1 else 0
-        tokens, marks = np.empty(size + 1, np.int64), np.empty(size + 1, bool)
-        for read, out in ((self._tokens.read_into, tokens), (self._tokens.marks_into, marks)):
-            read(start, out[: len(out) - tail])
-            read(start + whole - tail, out[len(out) - tail :])
+        start, tail = int(self._starts[number]), int(self._tails[number])
+        end = start + int(self._whole[number])
+        head = start + int(self.sizes[number]) + 1 - tail
+        tokens, marks = (
+            np.concatenate([read(start, head), read(end - tail, end)])
+            for read in (self._tokens.read, self._tokens.marks)
+        )
         return tokens, marks
 
-    def fill(self, sample: int, tokens: np.ndarray, labels: np.ndarray) -> None:
-        """Write a sample into `tokens` and `labels`, int64 [size]."""
-        row, marks = self.row(sample)
-        tokens[:], labels[:] = row[:-1], np.where(marks[1:], row[1:], IGNORE_INDEX)
+    def examples_of(self, index: int) -> list[int]:
+        """The examples of a row."""
+        return list(self._order[self._edges[index] : self._edges[index + 1]].tolist())
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
-        shape = len(indices), int(max(self.sizes[indices], default=1))
+        packed = self.document_mask
+        width = self.context if packed else int(max(self._used[indices], default=1))
+        shape = len(indices), width
         tokens, labels = np.full(shape, self.pad), np.full(shape, IGNORE_INDEX)
-        for at, sample in enumerate(indices.tolist()):
-            size = self.sizes[sample]
-            self.fill(sample, tokens[at, :size], labels[at, :size])
-        return Batch(tokens, labels)
+        documents = np.zeros(shape, dtype=np.int64)
+        for at, index in enumerate(indices.tolist()):
+            start = 0
+            for number, example in enumerate(self.examples_of(index), 1):
+                row, marks = self.example(example)
+                end = start + len(row) - 1
+                tokens[at, start:end] = row[:-1]
+                labels[at, start:end] = np.where(marks[1:], row[1:], IGNORE_INDEX)
+                documents[at, end:] = number
+                start = end
+        if not packed:
+            return Batch(tokens, labels)
+        return Batch(tokens, labels, positions_of(documents), documents)
 
 
 def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
@@ -304,94 +324,41 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     mixed = permute(np.arange(len(sizes)), len(sizes), "windlass/packing/items")
     items = mixed[np.argsort(-sizes[mixed], kind="stable")]  # neighbours in a file may be alike
     row_of = np.empty(len(items), np.int64)
-    rooms = _Rooms()
+    # rows by their room, the tokens that still fit; and the rooms that have rows, ascending
+    rows_with, rooms = defaultdict[int, list[np.ndarray]](list), list[int]()
+
+    def put(room: int, rows: np.ndarray) -> None:
+        if room and len(rows):
+            if not rows_with[room]:
+                bisect.insort(rooms, room)
+            rows_with[room].append(rows)
+
     rows = done = 0
     lengths, counts = np.unique(sizes, return_counts=True)
     for size, count in zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
         end = done + count
         while done < end:
-            if (found := rooms.take(size)) is not None:
-                room, some = found
-            else:
+            least = bisect.bisect_left(rooms, size)
+            if least < len(rooms):
+                room = rooms[least]
+                some = rows_with[room].pop()
+                if not rows_with[room]:
+                    del rooms[least]
+            else:  # new rows
                 room, first = context, rows
                 rows += -(-(end - done) // (context // size))
                 some = np.arange(first, rows)
             each = room // size
             needed = -(-(end - done) // each)
-            rooms.put(room, some[needed:])
+            put(room, some[needed:])
             some = some[:needed]
             placed = min(len(some) * each, end - done)
             row_of[done : done + placed] = np.repeat(some, each)[:placed]
             done += placed
             if missing := len(some) * each - placed:  # the last row has fewer of these items
-                rooms.put(room - (each - missing) * size, some[-1:])
+                put(room - (each - missing) * size, some[-1:])
                 some = some[:-1]
-            rooms.put(room - each * size, some)
+            put(room - each * size, some)
     row_of = permute(np.arange(rows), rows, "windlass/packing/rows")[row_of]
     order = items[np.argsort(row_of, kind="stable")]
     return order, np.append(0, np.cumsum(np.bincount(row_of, minlength=rows)))
-
-
-class _Rooms:
-    """Rows by their room: the tokens that still fit."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, list[np.ndarray]] = {}
-        self._bits = 0  # a bit for each room, because the lowest bit above others is fast to find
-
-    def put(self, room: int, rows: np.ndarray) -> None:
-        if room and len(rows):
-            self._rows.setdefault(room, []).append(rows)
-            self._bits |= 1 << room
-
-    def take(self, size: int) -> tuple[int, np.ndarray] | None:
-        """The least room that holds `size`, and rows with it."""
-        if not (above := self._bits >> size):
-            return None
-        room = size + (above & -above).bit_length() - 1
-        rows = self._rows[room].pop()
-        if not self._rows[room]:
-            self._bits ^= 1 << room
-        return room, rows
-
-
-class BestFitSamples:
-    """Rows of whole examples; `documents` of a batch numbers them, and the padding is one more."""
-
-    document_mask = True
-
-    def __init__(self, items: ExampleSamples, context: int):
-        self.items, self.context = items, context
-        self.real_tokens = items.real_tokens
-        self._order, self._edges = best_fit(items.sizes, context)
-        self._used = np.add.reduceat(items.sizes[self._order], self._edges[:-1])
-
-    def __len__(self) -> int:
-        return len(self._used)
-
-    @property
-    def valid_tokens(self) -> int:
-        return self.items.valid_tokens
-
-    def length(self, index: int) -> int:
-        return int(self._used[index])
-
-    @property
-    def attended(self) -> float:
-        return float((self.items.sizes.astype(np.float64) ** 2).sum() / self.real_tokens)
-
-    def items_of(self, index: int) -> list[int]:
-        return list(self._order[self._edges[index] : self._edges[index + 1]].tolist())
-
-    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
-        shape = len(indices), self.context
-        tokens, labels = np.full(shape, self.items.pad), np.full(shape, IGNORE_INDEX)
-        documents = np.zeros(shape, dtype=np.int64)
-        for at, index in enumerate(indices.tolist()):
-            start = 0
-            for number, item in enumerate(self.items_of(index)):
-                place = slice(start, start + int(self.items.sizes[item]))
-                self.items.fill(item, tokens[at, place], labels[at, place])
-                documents[at, place.stop :] = number + 1
-                start = place.stop
-        return Batch(tokens, labels, positions_of(documents), documents)

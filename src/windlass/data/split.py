@@ -1,5 +1,5 @@
 """Divide prepared tokens into training and validation data. A recipe reads the first documents of a
-source (`corpus.documents_read`), and these rules look at them alone:
+source (`documents_read`), and these rules look at them alone:
 
 - A document is held out if the hash of its text is below `data.val_fraction`, so that copies of a
   text are on one side. If none of the first FEW is, the one with the smallest hash is, too.
@@ -23,17 +23,53 @@ from typing import Any
 
 import numpy as np
 
-from windlass.data.corpus import FEW, Corpus, documents_read
 from windlass.data.order import splitmix
-from windlass.data.recipe_sources import Member
+from windlass.data.recipe_sources import Member, SourceSpec
+from windlass.data.shards import Corpus, Table
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.recipe import DataSettings
 from windlass.seeds import seed_bytes
 
+FEW = 100
 LONG_TEXT = 400_000
 # Another tool's validation shard, for example `val.bin`, `valid.bin`, `edufineweb_val_000000.npy`.
 VALIDATION_NAME = re.compile(r"(^|[^a-z])(val(id(ation)?)?|test|dev|eval)([^a-z]|$)")
+
+
+def documents_read(table: Table, spec: SourceSpec) -> int | None:
+    """The number of documents that a recipe reads: the first ones that have `spec.limit` tokens, or
+    characters of separate validation data. None if the table has too few, or without a limit.
+
+    Training reads at least FEW texts, or FEW groups of examples.
+    """
+    if not spec.limit:
+        return None
+    if spec.is_val:
+        last = int(np.searchsorted(np.cumsum(table.characters), spec.limit))
+    else:
+        first = np.sort(np.unique(table.groups, return_index=True)[1])  # of each group
+        few = int(first[FEW - 1]) if len(first) >= FEW else len(table)
+        last = max(few, int(np.searchsorted(table.edges[1:], spec.limit)))
+    return last + 1 if last < len(table) else None
+
+
+class Need:
+    """`documents_read` while the documents come, one after another."""
+
+    def __init__(self, spec: SourceSpec, table: Table):
+        """`table` has the documents before."""
+        self._limit, self._is_val = spec.limit, spec.is_val
+        self._characters = int(table.characters.sum())
+        self._groups = set[int](np.unique(table.groups)[:FEW].tolist())
+
+    def is_met(self, group: int, characters: int, tokens: int) -> bool:
+        """Whether a document is the last that is needed; `tokens`: of all documents up to it."""
+        self._characters += characters
+        if self._is_val:
+            return 0 < self._limit <= self._characters
+        if len(self._groups) < FEW:
+            self._groups.add(group)
+        return len(self._groups) >= FEW and 0 < self._limit <= tokens
 
 
 @dataclass(frozen=True)
@@ -73,10 +109,9 @@ class Division:
             members.append([])
             for part in parts:
                 shards = [(shard.identity, shard.tokens) for shard in part.corpus.index.shards]
+                places = part.ranges
                 if part.text:  # the texts determine the tokens, in whatever shards
                     shards, places = [], part.edges
-                else:
-                    places = part.ranges
                 digest = hashlib.sha256(places.astype("<i8").tobytes()).hexdigest()
                 members[-1].append([part.text, shards, digest])
         content = json.dumps([description, members], sort_keys=True)
@@ -148,54 +183,37 @@ def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
 def _divided(corpus: Corpus, member: Member[Corpus]) -> Pieces:
     """A source of a member up to its limit, divided into training and validation data."""
     spec, index, table = corpus.spec, corpus.index, corpus.table
-    edges, texts = corpus.stream.edges, np.zeros(0, np.uint64)
-    if len(table):
-        count = documents_read(table, spec) or len(table)
+    edges, texts = corpus.edges, np.zeros(0, np.uint64)
+    count = documents_read(table, spec) or len(table)
+    if count:
         edges, texts = table.edges[: count + 1], table.field("text")[:count]
     train = np.stack([edges[:-1], edges[1:]], axis=1)
-    # An end-of-text token does not begin a single text that is the only source.
     is_lone = len(member.val if spec.is_val else member.train) == 1
     if is_lone and index.single_text and index.tokenizer.eot is not None:
+        # An end-of-text token does not begin a single text that is the only source.
         train[:1, 0] += 0 if index.tokenizer.begin else 1
     pieces = Pieces(corpus, train, train[:, [1, 1]], texts, np.zeros(len(train), np.int64))
+    if not spec.is_val and (member.data.val_shards or not count):
+        _hold_out_shards(pieces, member)
+        return pieces
+    characters = table.characters[:count]
     if spec.is_val:
         pieces.hold_out(np.ones(len(train), bool))
-        if spec.limit and len(texts) and not index.masked:
-            _end_at_limit(pieces)
-    elif member.data.val_shards:
-        _hold_out_shards(pieces, member.data)
-    elif member.held_fraction and len(texts):
-        _hold_out_documents(pieces, member.held_fraction)
-    elif member.held_fraction and len(train):
-        _hold_out_external(pieces, member.held_fraction)
+        over = int(characters.sum()) - spec.limit
+        if spec.limit and count and over > 0 and not index.masked:  # end the last text at the limit
+            last = np.array([count - 1])
+            pieces.cut[last] = np.maximum(1, characters[last] - over)
+            place = corpus.places_of(last, pieces.cut[last])
+            pieces.val[last, 1] = np.maximum(place, pieces.val[last, 0] + 1)
+    else:  # whole documents, or the ends of documents
+        fraction, groups = member.held_fraction, table.groups[:count]
+        whole, cuts = held_out(groups, characters, fraction, are_examples=index.masked)
+        pieces.hold_out(whole)
+        cut = np.flatnonzero(cuts >= 0)
+        pieces.cut[cut] = np.maximum(1, cuts[cut])
+        place = np.maximum(corpus.places_of(cut, cuts[cut]), pieces.train[cut, 0])
+        pieces.val[cut, 0] = pieces.train[cut, 1] = place
     return pieces
-
-
-def _end_at_limit(pieces: Pieces) -> None:
-    """End the last text of separate validation data at the limit."""
-    corpus, last = pieces.corpus, len(pieces.texts) - 1
-    sizes = corpus.table.characters[: last + 1]
-    over = int(sizes.sum()) - corpus.spec.limit
-    if over > 0:
-        characters = max(1, int(sizes[last]) - over)
-        place = next(corpus.places_of([last], [characters]))
-        pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
-        pieces.cut[last] = characters
-
-
-def _hold_out_documents(pieces: Pieces, fraction: float) -> None:
-    """Hold out whole documents, or the ends of documents."""
-    corpus, count = pieces.corpus, len(pieces.texts)
-    table = corpus.table
-    sizes, groups = table.characters[:count], table.groups[:count]
-    whole, cuts = held_out(groups, sizes, fraction, are_examples=corpus.index.masked)
-    pieces.hold_out(whole)
-    numbers = np.flatnonzero(cuts >= 0)
-    places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
-    pieces.cut[numbers] = np.maximum(1, cuts[numbers])
-    starts = pieces.train[numbers, 0]
-    pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), starts)
-    pieces.train[numbers, 1] = pieces.val[numbers, 0]
 
 
 def held_out(
@@ -232,36 +250,33 @@ def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.nda
     return held
 
 
-def _hold_out_external(pieces: Pieces, fraction: float) -> None:
-    """Hold out another tool's shards by their names, else the end of all tokens."""
-    names = [Path(shard.file).name.lower() for shard in pieces.corpus.index.shards]
+def _hold_out_shards(pieces: Pieces, member: Member[Corpus]) -> None:
+    """Hold out the first `data.val_shards` shards, which may end inside a document; or another
+    tool's shards by their names, else the end of all their tokens."""
+    corpus, data, fraction = pieces.corpus, member.data, member.held_fraction
+    names = [Path(shard.file).name.lower() for shard in corpus.index.shards]
     held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
-    if held.any() and not held.all():
-        pieces.hold_out(held)
-        return
-    tokens = len(pieces.corpus.stream)
-    place = tokens - max(1, int(tokens * Fraction(str(fraction))))
-    pieces.train[:, 1] = np.clip(place, *pieces.train.T)
-    pieces.val[:, 0] = pieces.train[:, 1]
-
-
-def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
-    """Hold out the first `data.val_shards` shards, which may end inside a document."""
-    stream = pieces.corpus.stream
-    end = data.val_shards * data.shard_tokens if len(pieces.texts) else 0
-    if not end and data.val_shards < len(stream.shards):
-        end = int(stream.edges[data.val_shards])
-    if not 0 < end < pieces.train[-1:, 1].sum():
-        more = ", or raise data.max_tokens" if data.max_tokens else ""
-        raise UserError(
-            f"data.val_shards = {data.val_shards} of {len(stream.shards)}: "
-            f"lower it or data.shard_tokens{more}"
-        )
     first, last = pieces.train.T
-    place = np.clip(end, first, last)  # the end of the held-out tokens of each document
-    pieces.val = np.stack([first, place], axis=1)
-    pieces.train = np.stack([place, last], axis=1)
-    pieces.cut[(first < place) & (place < last)] = 1
+    if data.val_shards:
+        end = data.val_shards * data.shard_tokens if len(pieces.texts) else 0
+        if not end and data.val_shards < len(names):
+            end = int(corpus.edges[data.val_shards])
+        if not 0 < end < last[-1:].sum():
+            more = ", or raise data.max_tokens" if data.max_tokens else ""
+            raise UserError(
+                f"data.val_shards = {data.val_shards} of {len(names)}: "
+                f"lower it or data.shard_tokens{more}"
+            )
+        place = np.clip(end, first, last)  # the end of the held-out tokens of each document
+        pieces.val = np.stack([first, place], axis=1)
+        pieces.train = np.stack([place, last], axis=1)
+        pieces.cut[(first < place) & (place < last)] = 1
+    elif fraction and held.any() and not held.all():
+        pieces.hold_out(held)
+    elif fraction and len(held):
+        tokens = corpus.index.tokens
+        end = tokens - max(1, int(tokens * Fraction(str(fraction))))
+        pieces.val[:, 0] = pieces.train[:, 1] = np.clip(end, first, last)
 
 
 def _leave_out_shared(pieces: list[Pieces]) -> int:
@@ -272,10 +287,11 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
         if len(p.texts):
             held = sizes_of(p.val) > 0
             texts.append(p.texts[held])
-            characters.append(p.cut[held] * (not p.corpus.spec.is_val))
-    order = np.lexsort((np.concatenate(characters), np.concatenate(texts)))
-    held_texts, first = np.unique(np.concatenate(texts)[order], return_index=True)
-    allowed = np.concatenate(characters)[order][first]  # the least of each text
+            cut = p.cut[held]
+            characters.append(np.zeros_like(cut) if p.corpus.spec.is_val else cut)
+    held_texts, number = np.unique(np.concatenate(texts), return_inverse=True)
+    allowed = np.full(len(held_texts), np.iinfo(np.int64).max)
+    np.minimum.at(allowed, number, np.concatenate(characters))  # the least of each text
     separate = [shard for p in pieces if p.corpus.spec.is_val for shard in p.corpus.index.shards]
     files = {key for shard in separate for key in (shard.file, shard.identity)}
     shared = 0

@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from windlass.data.chat import prompt_tokens, stop_tokens
-from windlass.data.open import open_data
-from windlass.data.run_data import Data, own_data
+from windlass.data.open import Data, open_data, own_data
 from windlass.errors import UserError, argument
 from windlass.evaluation.generate import Sampling, generate_events, in_order
 from windlass.evaluation.passes import Passes

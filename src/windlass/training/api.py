@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass.data.open import Data, own_data
 from windlass.data.prepare import prepare
-from windlass.data.run_data import Data, own_data
 from windlass.errors import (
     BAD_INPUT,
     DONE,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from windlass.checkpoint.format import Checkpoint
-from windlass.data.describe import DataFacts, describe, lines
+from windlass.data.describe import Facts, describe, lines
 from windlass.data.describe import warnings as data_warnings
 from windlass.data.mixture import Mixture, shares_of_run
-from windlass.data.run_data import Data
+from windlass.data.open import Data
 from windlass.errors import plural
 from windlass.model.size import describe_sizes
 from windlass.optim.build import describe_groups
@@ -111,7 +111,7 @@ def record_launch(run: Run, ranks: Ranks, network: Network) -> tuple[dict[str, s
 
 
 def header(
-    recorder: Recorder, network: Network, batch: BatchPlan, facts: DataFacts, launch: dict[str, str]
+    recorder: Recorder, network: Network, batch: BatchPlan, facts: Facts, launch: dict[str, str]
 ) -> dict[str, str]:
     """The facts of a start by name; an empty one is not shown."""
     recipe, ranks, horizon = recorder.recipe, recorder.ranks, recorder.horizon

@@ -15,7 +15,7 @@ from torch import nn
 
 from windlass.checkpoint.format import Checkpoint
 from windlass.checkpoint.state_dict import named_state
-from windlass.data.run_data import Data
+from windlass.data.open import Data
 from windlass.data.samples import masks_documents
 from windlass.errors import UserError
 from windlass.estimate.layout import compiles

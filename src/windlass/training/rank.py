@@ -15,8 +15,7 @@ from windlass.checkpoint.base import base_of, fill_base
 from windlass.checkpoint.format import AVERAGE, Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.directory import data_dirs
-from windlass.data.open import open_data
-from windlass.data.run_data import Data
+from windlass.data.open import Data, open_data
 from windlass.data.samples import real_tokens
 from windlass.errors import OutOfMemory, UserError
 from windlass.estimate.activations import measure_peaks

@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from windlass.data.corpus import Corpus
 from windlass.data.recipe_sources import Member, SourceSpec
 from windlass.data.samples import ExampleSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
-from windlass.data.split import divide
+from windlass.data.split import Corpus, divide
 from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.recipe import DataSettings
 
@@ -25,12 +24,14 @@ class Example(NamedTuple):
     reach: int = 1
 
 
-def examples(count: int, seed: int = 3, longest: int = 60, tails: bool = False) -> list[Example]:
+def examples(
+    count: int, seed: int = 3, longest: int = 60, tails: bool = False, vocab: int = 250
+) -> list[Example]:
     """Examples of 1 to `longest` tokens; with `tails` half of them keep their ends, as questions."""
     draw, made = random.Random(seed), []
     for _ in range(count):
         size = draw.randint(2, longest)
-        tokens, marks = draw.choices(range(1, 250), k=size), draw.choices([False, True], k=size)
+        tokens, marks = draw.choices(range(1, vocab), k=size), draw.choices([False, True], k=size)
         marks[0], tail, reach = False, 0, draw.randint(2, size)
         if tails and draw.random() < 0.5:
             tail = draw.randint(1, size - 1)
@@ -58,13 +59,9 @@ def corpus_of(rows: list[Example], folder: Path, shard_tokens: int = 501) -> Cor
 
 
 def opened(
-    rows: list[Example], folder: Path, context: int, val_fraction: float = 0.0, **more
-) -> tuple[ExampleSamples, ExampleSamples]:
-    """The training and validation samples of examples."""
-    data = DataSettings(format="chat", val_fraction=val_fraction)
-    division = divide([Member("", data, [corpus_of(rows, folder, **more)], [])])
-    train, val = (
-        ExampleSamples(Tokens(parts[0]), context, pad=255)
-        for parts in (division.train, division.val)
-    )
-    return train, val
+    rows: list[Example], folder: Path, context: int, *, packed: bool = False, **more
+) -> ExampleSamples:
+    """The samples of examples."""
+    member = Member("", DataSettings(val_fraction=0), [corpus_of(rows, folder, **more)], [])
+    tokens = Tokens(divide([member]).train[0])
+    return ExampleSamples(tokens, context, pad=255, packed=packed)
