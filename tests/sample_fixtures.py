@@ -59,9 +59,9 @@ def corpus_of(rows: list[Example], folder: Path, shard_tokens: int = 501) -> Cor
 
 
 def opened(
-    rows: list[Example], folder: Path, context: int, *, packed: bool = False, **more
+    rows: list[Example], folder: Path, context: int, *, packed: bool = False, pad: int = 255, **more
 ) -> ExampleSamples:
     """The samples of examples."""
     member = Member("", DataSettings(val_fraction=0), [corpus_of(rows, folder, **more)], [])
     tokens = Tokens(divide([member]).train[0])
-    return ExampleSamples(tokens, context, pad=255, packed=packed)
+    return ExampleSamples(tokens, context, pad=pad, packed=packed)

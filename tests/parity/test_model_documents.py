@@ -46,7 +46,7 @@ def conversations(folder: Path) -> tuple[list[Batch[Any]], list[Batch[Any]]]:
     """Packed rows, and each of their conversations."""
     whole = Example([7] * 49, [False, *[True] * 48], group=1)  # fills a row
     made = [whole, *examples(27, longest=30, vocab=200)]
-    rows, packed = (opened(made, folder / "talk", CONTEXT, packed=p) for p in (False, True))
+    rows, packed = (opened(made, folder / "talk", CONTEXT, packed=p, pad=0) for p in (False, True))
     assert len(packed) < len(rows) / 2
     joined = [packed.read(np.arange(i, min(i + 3, len(packed)))) for i in range(0, len(packed), 3)]
     return joined, [rows.read(np.array([i])) for i in range(len(rows))]

@@ -215,35 +215,30 @@ def test_two_processes_share_a_cache(server, tmp_path):
     assert {count for (name, _), count in server.sent.items() if name == "b.bin"} == {1}
 
 
-def test_remote_shards_are_the_local_ones(server, tmp_path):
+def test_remote_shards_are_the_local_ones_and_sources_share_a_cache(server, tmp_path):
     draw = np.random.default_rng(3)
-    for name in ("train-0.bin", "train-1.bin", "val-0.bin"):
-        ids = draw.integers(0, 257, 4000).astype("<u2").tobytes()
-        server.files[name] = ids
-        (tmp_path / name).write_bytes(ids)
-    base = {"dir": str(tmp_path / "data"), "tokenizer": "byte", "context": 32}
-    local = open_data(recipe_for(f"shards:{tmp_path}/*.bin", **base))
-    recipe = recipe_for(f"shards:{server.url('')}*-?.bin", **base, cache_gb=5e-6)
-    data, everything = open_data(recipe), np.arange(len(local.train))
-    for _ in range(2):
-        for ours, wanted in ((data.train, local.train), (data.val, local.val)):
-            rows = everything[: len(wanted)]
-            assert len(ours) == len(wanted) > 100
-            assert (ours.read(rows).tokens == wanted.read(rows).tokens).all()
-    server.files["train-1.bin"] = draw.integers(0, 257, 4000).astype("<u2").tobytes()
-    with refused("has changed since it was prepared"):
-        open_data(recipe).train.read(everything)
-
-
-def test_sources_share_one_cache(server, tmp_path):
-    for name in ("train-0.bin", "other-0.bin"):
-        server.files[name] = np.full(4000, 7, "<u2").tobytes()
-    urls = [f"shards:{server.url(name)}" for name in server.files if name != "a.bin"]
-    how = {"tokenizer": "byte", "context": 32, "cache_gb": 5e-6}
-    data = open_data(recipe_for(urls, tmp_path / "data", **how))
-    data.train.read(np.arange(len(data.train)))
+    for name in ("train-0.bin", "train-1.bin", "val-0.bin", "other-2.bin"):
+        server.files[name] = draw.integers(0, 257, 4000).astype("<u2").tobytes()
+        (tmp_path / name).write_bytes(server.files[name])
+    here, there = (
+        recipe_for(
+            [f"shards:{place}*-[01].bin", f"shards:{place}other-?.bin"],
+            tmp_path / "data",
+            context=32,
+            cache_gb=5e-6,
+        )
+        for place in (f"{tmp_path}/", server.url(""))
+    )
+    local, data = open_data(here), open_data(there)
+    for ours, wanted in ((data.train, local.train), (data.val, local.val)) * 2:
+        rows = np.arange(len(wanted))
+        assert len(ours) == len(wanted) > 100
+        assert (ours.read(rows).tokens == wanted.read(rows).tokens).all()
     caches = [path for path in (tmp_path / "data").rglob("*cache") if path.is_dir()]
     assert 2 * BLOCK < sum(map(size_of, caches)) <= 5000
+    server.files["train-1.bin"] = draw.integers(0, 257, 4000).astype("<u2").tobytes()
+    with refused("has changed since it was prepared"):
+        open_data(there).train.read(np.arange(len(local.train)))
 
 
 def test_urls_of_a_pattern(server, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_fixtures import documents, jsonl, questions, recipe_for, text_hash
+from data_fixtures import documents, jsonl, questions, recipe_for
 from helpers import refused
 from sample_fixtures import Example, examples, opened
 from windlass.data.loader import eval_batches
@@ -38,18 +38,22 @@ def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, 
     kept = [(one, new) for one in rows if (new := cut(one, context)) is not None]
     assert len(samples) == len(kept)
     assert samples.left_out == 30 - len(kept)
+    batch = samples.read(np.arange(len(kept)))
+    sizes = [len(tokens) - 1 for _, (tokens, _) in kept]
+    assert batch.tokens.shape == batch.labels.shape == (len(kept), max(sizes, default=1))
+    assert batch.documents is None and batch.positions is None
     for number, (_, (tokens, marks)) in enumerate(kept):
         row, counted = samples.example(number)
         assert (row.tolist(), counted.tolist()) == (tokens, marks)
-        batch = samples.read(np.array([number]))
-        assert batch.tokens[0].tolist() == tokens[:-1]
+        padding = batch.tokens.shape[1] - sizes[number]
+        assert batch.tokens[number].tolist() == tokens[:-1] + [255] * padding
         wanted = [
             b if mark else -100 for (_, b), mark in zip(pairwise(tokens), marks[1:], strict=True)
         ]
-        assert batch.labels[0].tolist() == wanted and set(wanted) != {-100}
-        assert samples.length(number) == len(tokens) - 1
+        assert batch.labels[number].tolist() == wanted + [-100] * padding
+        assert set(wanted) != {-100} and samples.length(number) == sizes[number]
     assert samples.valid_tokens == sum(sum(marks[1:]) for _, (_, marks) in kept)
-    assert samples.real_tokens == sum(len(tokens) - 1 for _, (tokens, _) in kept)
+    assert real_tokens(samples) == sum(sizes)
     over = [len(one.tokens) - context - 1 for one, _ in kept if len(one.tokens) > context + 1]
     assert (samples.cut, samples.cut_tokens) == (len(over), sum(over))
     begins = np.cumsum([0, *(len(one.tokens) for one in rows)])[:-1]
@@ -60,16 +64,8 @@ def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, 
     assert list(samples.shard_samples) == expected.tolist()
 
 
-def test_a_batch_is_as_wide_as_its_longest_row(tmp_path):
-    samples = opened(examples(40), tmp_path, 200)
-    batch = samples.read(np.arange(40))
-    sizes = [samples.length(i) for i in range(40)]
-    assert batch.tokens.shape == batch.labels.shape == (40, max(sizes))
-    assert batch.documents is None and batch.positions is None
-    for row, size in enumerate(sizes):
-        assert (batch.tokens[row, size:] == 255).all() and (batch.labels[row, size:] == -100).all()
-    assert real_tokens(samples) == sum(sizes)
-    assert real_tokens(SimpleNamespace(valid_tokens=3)) == 3  # a set of a user
+def test_the_tokens_of_a_users_set():
+    assert real_tokens(SimpleNamespace(valid_tokens=3)) == 3
     assert real_tokens(SimpleNamespace()) is None
 
 
@@ -98,24 +94,6 @@ def test_a_question_keeps_its_answer_and_needs_it_in_the_context(tmp_path):
     assert data.train.left_out == len(whole) - len(short)
     with refused("(train): no item fits", "left out", "model.context"):
         rows(40)
-
-
-@pytest.mark.parametrize("order", ["shuffled", "shards-shuffled"])
-def test_shards_count_their_samples_past_held_out_documents(tmp_path, order):
-    """A sample belongs to the shard where its first token is."""
-    texts = [text for text in documents(400, longest=90) if text]
-    how = {"order": order, "val_fraction": 0.2}
-    samples = open_data(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "d", **how)).train
-    shards = samples._tokens.parts[0].corpus.index.shards
-    ends = np.cumsum([shard.tokens for shard in shards])
-    shard_of, place = list[int](), 0  # of tokens that train
-    for text in texts:
-        size = len(text.encode()) + 1
-        if text_hash(text) >= 2**64 // 5:
-            shard_of += np.searchsorted(ends, range(place, place + size), "right").tolist()
-        place += size
-    firsts = shard_of[: (len(shard_of) - 1) // 16 * 16 : 16]
-    assert list(samples.shard_samples) == np.bincount(firsts, minlength=len(shards)).tolist()
 
 
 # -- sets of less than a row
