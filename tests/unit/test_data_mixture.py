@@ -97,28 +97,29 @@ def by_hand(stages, sizes, stop, seed=3):
     ],
 )
 def test_the_sequence_is_that_of_counting_one_sample_at_a_time(stages):
-    mixed, stop = mixture(*stages), 9000
-    expected = by_hand(stages, (700, 90, 40), stop)
+    mixed, stop, sizes = mixture(*stages, kind="sequential"), 9000, (700, 90, 40)
+    expected = by_hand(stages, sizes, stop)
     numbers = np.random.default_rng(0).permutation(stop)
-    sources, own = mixed.places(numbers)
-    assert list(zip(sources.tolist(), own.tolist(), strict=True)) == [expected[n] for n in numbers]
+    starts = mixed.samples.starts
+    wanted = [starts[of] + own % sizes[of] for of, own in (expected[n] for n in numbers)]
+    assert mixed.indices(numbers).tolist() == wanted
     of = np.array([source for source, _ in expected])
     for end in (0, 1, 2047, 2048, 5000, 5001, 7777, stop):
         assert mixed.counts(end).tolist() == np.bincount(of[:end], minlength=3).tolist()
 
 
+def rows_of(mixed, stop):
+    """The source of each of the first samples, and the sample in the source."""
+    return mixed.samples.read(mixed.indices(np.arange(stop))).tokens.T
+
+
 def test_each_source_has_its_epochs_in_its_own_order():
-    mixed = mixture(Stage(0, (0.6, 0.3, 0.1)))
-    rows = mixed.samples.read(mixed.indices(np.arange(6000))).tokens
+    sources, own = rows_of(mixture(Stage(0, (0.6, 0.3, 0.1))), 6000)
     for source, size in enumerate((700, 90, 40)):
-        seen = rows[rows[:, 0] == source, 1]
+        seen = own[sources == source]
         for begin in range(0, len(seen) - size, size):
             epoch = seen[begin : begin + size]
             assert sorted(epoch) == list(range(size)) and list(epoch) != sorted(epoch)
-    in_order = mixture(Stage(0, (0.6, 0.3, 0.1)), kind="sequential")
-    rows = in_order.samples.read(in_order.indices(np.arange(3000))).tokens
-    seen = rows[rows[:, 0] == 1, 1]
-    assert seen.tolist() == [n % 90 for n in range(len(seen))]
 
 
 def test_a_branch_continues_every_source_where_it_was():
@@ -128,12 +129,12 @@ def test_a_branch_continues_every_source_where_it_was():
     branched = continue_stages(old, new, 3000)
     assert branched == [*old, Stage(3000, (0.2, 0.2, 0.6))]
     assert continue_stages(branched, new, 5000) == branched  # a resume of the branch
-    before, after = mixture(*old), mixture(*branched)
+    before, after = (mixture(*stages, kind="sequential") for stages in (old, branched))
     assert (before.indices(np.arange(3000)) == after.indices(np.arange(3000))).all()
-    sources, own = after.places(np.arange(9000))
-    for source in range(3):  # no sample is repeated and none is left out
+    sources, own = rows_of(after, 9000)
+    for source, size in enumerate((700, 90, 40)):  # no sample is repeated and none is left out
         numbers = own[sources == source]
-        assert numbers.tolist() == list(range(len(numbers)))
+        assert (numbers == np.arange(len(numbers)) % size).all()
     counts = after.counts(3000 + 2 * BLOCK) - before.counts(3000)
     assert np.abs(counts - 2 * BLOCK * np.array([0.2, 0.2, 0.6])).max() < 1
 

@@ -39,14 +39,6 @@ def split_of(texts, folder, **data):
     )
 
 
-@pytest.mark.parametrize("fraction", [0, 0.1, 0.9])
-def test_many_documents_are_divided_by_their_hashes(tmp_path, fraction):
-    texts = documents(160, longest=60)
-    found = split_of(texts, tmp_path, val_fraction=fraction)
-    assert found == reference_split(texts, fraction)
-    assert fraction == 0 or all(found)
-
-
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=8), st.sampled_from([0.1, 0.5]))
 @settings(max_examples=30)
 def test_few_texts_of_any_characters_are_cut_by_characters(tmp_path_factory, texts, fraction):
@@ -72,15 +64,11 @@ def test_order_copies_limits_and_tokenizers_change_no_choice(tmp_path):
             assert set(val) == held
 
 
-def test_every_file_of_a_folder_is_represented_and_a_limit_keeps_the_share(tmp_path):
+def test_every_file_of_a_folder_is_represented(tmp_path):
     for n in range(4):
         jsonl(tmp_path / "c" / f"{n}.jsonl", [f"file {n}, text {k}" * 3 for k in range(300)])
-    data = open_data(recipe_for(tmp_path / "c", tmp_path / "data"))
-    _, val = texts_of(data)
+    _, val = texts_of(open_data(recipe_for(tmp_path / "c", tmp_path / "data")))
     assert {re.match(r"file \d", text)[0] for text in val} == {f"file {n}" for n in range(4)}
-    data = open_data(recipe_for(tmp_path / "c", tmp_path / "data", max_tokens=20_000))
-    assert 0 <= data.train.tokens + data.val.tokens - 20_000 < 80
-    assert data.val.tokens / 20_000 == pytest.approx(0.1, abs=0.02)
     for n in range(3):
         (tmp_path / f"book{n}.txt").write_text(f"book {n} says something. " * 100)
     _, val = texts_of(open_data(recipe_for(tmp_path / "book*.txt", tmp_path / "data")))
@@ -98,9 +86,6 @@ def test_a_long_text_among_many_documents_is_cut(tmp_path, monkeypatch):
     assert [t for t in val if len(t) > 99] == [t[n:] for t, n in zip(long, cut, strict=True)]
     held = [t for t in texts if len(t) < 99 and text_hash(t) < 2**64 // 10]
     assert [t for t in val if len(t) < 99] == held and len(held) > 9
-    small = open_data(recipe_for(tmp_path / "x.jsonl", tmp_path / "y", max_tokens=30_000))
-    assert small.train.tokens == pytest.approx(30_000, abs=4500)
-    assert not small.prepared.corpora[0].index.complete
 
 
 # -- validation data of its own
@@ -227,9 +212,11 @@ def test_the_validation_text_does_not_depend_on_the_tokenizer(tmp_path, most, co
     assert describe(other)["val"]["text"] not in found
 
 
-@given(st.integers(20, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))
+@given(st.integers(20, 6000), st.sampled_from([0.0, 0.1, 0.9]), st.integers(0, 2))
 @settings(max_examples=25)
-def test_max_tokens_reads_the_first_documents(tmp_path_factory, most, fraction, shards):
+def test_the_split_is_the_reference_and_max_tokens_reads_the_first_documents(
+    tmp_path_factory, most, fraction, shards
+):
     """Until they have as many tokens, those held out included; at least 100 texts, and never more
     tokens to train on."""
     folder = tmp_path_factory.mktemp("x")

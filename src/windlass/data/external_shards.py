@@ -29,10 +29,8 @@ def index_shards(
     spec: SourceSpec, directory: Path, index: Index, workers: int, progress: Progress
 ) -> Index:
     """Check the shards of a source `shards:...`; returns the index as written."""
-    if "://" in spec.path:
-        places = list_urls(spec.path)
-    else:
-        places = [str(path) for path in local_files(spec)[0]]
+    is_remote = "://" in spec.path
+    places = list_urls(spec.path) if is_remote else [str(path) for path in local_files(spec)[0]]
     with ThreadPoolExecutor(workers or None) as pool:
         for shard in pool.map(lambda place: _checked(spec, directory, index, place), places):
             index.shards.append(shard)
@@ -50,12 +48,8 @@ def _checked(spec: SourceSpec, directory: Path, index: Index, place: str) -> Sha
         file = LocalFile(Path(place))
     vocab = index.tokenizer.vocab
     dtype, offset, tokens = _header(place, file)
-    if dtype:
-        kind = on_disk(dtype)
-    elif spec.shards_dtype != "auto":
-        kind = on_disk(spec.shards_dtype)
-    else:
-        kind = on_disk("uint16" if vocab <= 1 << 16 else "uint32")
+    smallest = "uint16" if vocab <= 1 << 16 else "uint32"
+    kind = on_disk(dtype or (smallest if spec.shards_dtype == "auto" else spec.shards_dtype))
     if tokens is None:
         tokens = file.size // kind.itemsize
     if not tokens or file.size != offset + tokens * kind.itemsize:

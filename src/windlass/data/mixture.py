@@ -23,7 +23,6 @@ from windlass.recipe import DataSettings, Horizon
 from windlass.recipe.settings import IGNORE_INDEX
 
 BLOCK = 512  # samples, if no stage cuts it
-MANY_EPOCHS = 4  # more repetitions of text are worth much less than new text (arXiv 2305.16264)
 
 
 class Stage(NamedTuple):
@@ -53,9 +52,9 @@ class Mixture:
                 self._starts.append(self._blocks[-1].start)
         return np.searchsorted(self._starts, numbers, side="right") - 1
 
-    def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each sample number, and the sample's number in it, both int64."""
-        sources, own = np.empty_like(numbers), np.empty_like(numbers)
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """The samples of `samples` that global sample numbers have, int64 of the same shape."""
+        sources, own = np.empty_like(numbers), np.empty_like(numbers)  # and numbers in these
         at = self._blocks_at(numbers)
         for index in np.unique(at).tolist():
             here, block = at == index, self._blocks[index]
@@ -63,16 +62,10 @@ class Mixture:
             inside = numbers[here] - block.start
             sources[here] = of[inside]
             own[here] = block.before[of[inside]] + number[inside]
-        return sources, own
-
-    def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """The samples of `samples` that global sample numbers have, int64 of the same shape."""
-        sources, own = self.places(numbers)
         indices = np.empty_like(numbers)
         for source in np.unique(sources).tolist():
             part, here = self.samples.parts[source], sources == source
-            seed = f"{self.seed}/source {source}"
-            shards = getattr(part, "shard_samples", None)
+            seed, shards = f"{self.seed}/source {source}", getattr(part, "shard_samples", None)
             inside = sample_indices(own[here], len(part), self.kind, seed, shards)
             indices[here] = self.samples.starts[source] + inside
         return indices

@@ -113,20 +113,11 @@ def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
         pair = data
     if len(pair) != 2:
         raise UserError("data: give one dataset, or a pair: (training, validation)")
+    sets = [None if one is None else DatasetSamples(one, recipe.model.context) for one in pair]
     digest, vocab = hashlib.sha256(), 0
-    sets = list[Any]()
-    for dataset in pair:
-        if dataset is None:
-            sets.append(None)
-            continue
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise UserError(
-                f"data: {type(dataset).__name__} lacks a length or an index; Windlass reads samples "
-                "in its own order, so give a map-style dataset"
-            )
-        sets.append(DatasetSamples(dataset, recipe.model.context))
-        for index in range(len(dataset)):
-            row = sets[-1].item(index)
+    for samples in filter(None, sets):
+        for index in range(len(samples)):
+            row = samples.item(index)
             digest.update(row.tobytes())
             vocab = max(vocab, int(row.max()) + 1)
     train, val = sets
@@ -138,6 +129,10 @@ class DatasetSamples:
 
     def __init__(self, dataset: Any, context: int):
         self.dataset, self.context = dataset, context
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            problem = f"{type(dataset).__name__} lacks a length or an index"
+            reason = "Windlass reads samples in its own order"
+            raise UserError(f"data: {problem}; {reason}, so give a map-style dataset")
 
     def __len__(self) -> int:
         return len(self.dataset)
