@@ -5,13 +5,9 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from data_fixtures import (
-    conversations,
-    documents,
-    jsonl,
-    recipe_for,
-)
+from data_fixtures import conversations, documents, jsonl, recipe_for
 from helpers import windlass
 from windlass.data.describe import describe, lines
 from windlass.data.open import Data, open_data
@@ -38,17 +34,19 @@ def test_facts_of_texts(tmp_path) -> None:
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
+@pytest.mark.parametrize("packing", ["packed", "best-fit"])
+def test_facts_of_conversations_are_what_prepare_prints(tmp_path, packing) -> None:
     source = tmp_path / "talk.jsonl"
     with source.open("w") as file:
         for asked, answered in [*((10, n) for n in (5, 5, 5, 100, 5)), (90, 10)]:
             user = {"role": "user", "content": "q" * asked}
             talk = [user, {"role": "assistant", "content": "a" * answered}]
             file.write(json.dumps({"messages": talk}) + "\n")
-    recipe = recipe_for(source, tmp_path / "data", format="chat", val_fraction=0, context=60)
-    data = open_data(recipe)
-    train = describe(data)["train"]
-    assert train["label_tokens"] == int((data.train.read(np.arange(5))[1] != -100).sum())
+    how = {"format": "chat", "val_fraction": 0, "packing": packing}
+    data = open_data(recipe_for(source, tmp_path / "data", context=60, **how))
+    train, count = describe(data)["train"], len(data.train)
+    assert train["label_tokens"] == int((data.train.read(np.arange(count))[1] != -100).sum())
+    assert train["tokens_per_sample"] == round(train["tokens"] / count, 3)
     # "User: qqqqqqqqqq\n\nAssistant: aaaaa", the token that ends it, and two lines; the last is
     # predicted and not read
     assert train["tokens"] == 4 * 36 + 60
@@ -56,11 +54,16 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     assert (train["cut"], train["cut_tokens"]) == (1, 132 - 61)
     places = [f"data.source={source}", f"data.dir={tmp_path / 'data'}"]
     settings = "data.format=chat data.val_fraction=0 model.context=60 data.max_tokens=0".split()
+    settings.append(f"data.packing={packing}")
     printed = windlass("prepare", "quickstart", *settings, *places).stdout
     for text in lines(describe(data), 60).values():
         assert text in printed
     assert "1 of 5 conversations cut, 71 tokens lost" in printed
     assert "1 conversation left out" in printed
+    assert "\u27e6" in printed and "<|endoftext|>\u27e7" in printed  # an example with its marks
+    if packing == "best-fit":
+        assert train["fill"] == round(train["tokens"] / (count * 60), 6)
+        assert f"{count} rows, {100 * train['fill']:.1f} % filled" in printed
 
 
 def test_facts_of_data_of_ones_own() -> None:

@@ -1,21 +1,25 @@
-"""Questions and conversations as rows, against plain Python: the cut at the context, what is left
-out, the labels, the counts; and sets that are shorter than a row.
+"""Rows of examples and of documents, against plain Python: the cut at the context, best-fit packing,
+the documents of a row, the labels, the counts; and sets that are shorter than a row.
 """
 
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from data_fixtures import documents, jsonl, questions, recipe_for
+import tokenizer_fixtures
+from data_fixtures import documents, jsonl, questions, recipe_for, text_hash
 from helpers import refused
 from sample_fixtures import Example, examples, opened
 from windlass.data.loader import eval_batches
-from windlass.data.open import open_data
-from windlass.data.samples import real_tokens
+from windlass.data.open import Data, open_data
+from windlass.data.samples import best_fit, masks_documents, real_tokens
+from windlass.recipe.settings import IGNORE_INDEX
 
 
 def cut(one: Example, context: int) -> tuple[list[int], list[bool]] | None:
@@ -94,6 +98,188 @@ def test_a_question_keeps_its_answer_and_needs_it_in_the_context(tmp_path):
     assert data.train.left_out == len(whole) - len(short)
     with refused("(train): no item fits", "left out", "model.context"):
         rows(40)
+
+
+# -- best-fit packing: the rows of an independent best-fit decreasing, every token once
+
+
+def best_fit_decreasing(sizes, context):
+    """The used tokens of each row, by the textbook: one item at a time, a search over all rows."""
+    rows = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [i for i, used in enumerate(rows) if used + size <= context]
+        if fitting:
+            rows[max(fitting, key=lambda i: rows[i])] += size
+        else:
+            rows.append(size)
+    return sorted(rows)
+
+
+@given(st.integers(1, 40), st.data())
+def test_rows_are_those_of_best_fit_decreasing(context, data):
+    sizes = data.draw(st.lists(st.integers(1, context), min_size=1, max_size=120))
+    order, edges = best_fit(np.array(sizes), context)
+    assert sorted(order.tolist()) == list(range(len(sizes)))
+    parts = np.split(np.array(sizes)[order], edges[1:-1])
+    assert sorted(int(part.sum()) for part in parts) == best_fit_decreasing(sizes, context)
+    assert all(len(part) and (np.diff(part) <= 0).all() for part in parts)
+
+
+def test_long_tailed_lengths_fill_the_rows_and_any_rows_are_a_fair_sample():
+    draw = np.random.default_rng(0)
+    for context in (512, 2048, 8192):
+        sizes = np.clip(draw.lognormal(5.5, 1.0, 20_000).astype(np.int64), 1, context)
+        order, edges = best_fit(sizes, context)
+        assert sizes.sum() / ((len(edges) - 1) * context) > 0.995
+        first = sizes[order[: edges[(len(edges) - 1) // 4]]]
+        assert np.median(first) == pytest.approx(np.median(sizes), rel=0.2)
+
+
+@pytest.mark.parametrize("tails", [False, True])
+def test_each_item_is_whole_and_alone_in_its_part_of_a_row(tmp_path, tails):
+    made = examples(60, longest=90, tails=tails)
+    rows, packed = (opened(made, tmp_path, 64, packed=packed) for packed in (False, True))
+    assert rows.cut
+    batch = packed.read(np.arange(len(packed)))
+    assert batch.documents is not None and batch.positions is not None
+    seen = []
+    for at in range(len(packed)):
+        items = packed.examples_of(at)
+        seen += items
+        for number, item in enumerate(items):
+            here = batch.documents[at] == number
+            alone = rows.read(np.array([item]))
+            assert batch.tokens[at][here].tolist() == alone.tokens[0].tolist()
+            assert batch.labels[at][here].tolist() == alone.labels[0].tolist()
+            assert batch.positions[at][here].tolist() == list(range(here.sum()))
+        padding = batch.documents[at] == len(items)
+        assert padding.sum() == 64 - packed.length(at)
+        assert (batch.labels[at][padding] == -100).all()
+        assert (batch.tokens[at][padding] == 255).all()
+    assert sorted(seen) == list(range(len(rows)))
+    assert (batch.labels != -100).sum() == packed.valid_tokens == rows.valid_tokens
+    assert real_tokens(packed) == real_tokens(rows) == sum(rows.sizes)
+
+
+def test_rows_without_file_order_or_of_texts_are_refused():
+    with refused("data.order", '"shuffled"'):
+        recipe_for("x", packing="best-fit", format="chat").replace("data.order=sequential")
+    with refused("data.packing", '"packed"'):
+        recipe_for("x").replace("data.packing=best-fit")
+
+
+# -- packed rows know their documents
+
+CONTEXT = 64
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return jsonl(tmp_path / "x.jsonl", documents(150))
+
+
+def data_of(source, folder: Path, **data) -> Data:
+    return open_data(recipe_for(source, folder / "data", context=CONTEXT, **data))
+
+
+def is_held(text: str) -> bool:
+    return text_hash(text) < 2**64 // 5
+
+
+def stream_of(whole: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and the number of each token's document."""
+    numbers = [[number] * len(ids) for number, ids in enumerate(whole)]
+    return np.concatenate(whole), np.concatenate(numbers)
+
+
+def check_rows(samples, whole: list[list[int]], following: int, ragged: bool) -> None:
+    """The rows of a set are those of its documents end to end."""
+    ids, of = stream_of(whole)
+    expected, labels = 0.0, 0
+    batch = samples.read(np.arange(len(samples)))
+    for row in range(len(samples)):
+        here = slice(row * CONTEXT, min((row + 1) * CONTEXT, len(ids) - 1))
+        count = here.stop - here.start
+        assert batch.tokens[row, :count].tolist() == ids[here].tolist()
+        after = slice(here.start + 1, here.stop + 1)
+        wanted = np.where(of[after] == of[here], ids[after], following)
+        assert batch.labels[row, :count].tolist() == wanted.tolist()
+        assert (batch.labels[row, count:] == IGNORE_INDEX).all()
+        part = np.unique(of[here], return_inverse=True)[1]
+        assert batch.documents[row, :count].tolist() == part.tolist()
+        sizes = np.bincount(part)
+        places = [place for size in sizes for place in range(size)]
+        assert batch.positions[row, :count].tolist() == places
+        labels += count
+        expected += float((sizes**2).sum())
+    assert labels == samples.valid_tokens == (len(ids) - 1 if ragged else len(samples) * CONTEXT)
+    assert 0 <= len(ids) - 1 - labels < CONTEXT
+    assert samples.attended == pytest.approx(expected / labels, rel=1e-12)
+
+
+@pytest.mark.parametrize("shard_tokens", [1024, 10**6])
+def test_the_rows_are_cut_documents(source, tmp_path, shard_tokens):
+    data = data_of(source, tmp_path, val_fraction=0.2, shard_tokens=shard_tokens)
+    texts = [text for text in documents(150) if text]
+    assert len(texts) > 100 and 10 < sum(is_held(text) for text in texts) < 50
+    for samples, held in ((data.train, False), (data.val, True)):
+        own = [[256, *text.encode()] for text in texts if is_held(text) is held]
+        assert samples.tokens == sum(map(len, own))
+        check_rows(samples, own, 256, ragged=held)
+
+
+def test_the_mask_changes_no_token_no_label_and_no_fingerprint(source, tmp_path):
+    masked, plain = data_of(source, tmp_path), data_of(source, tmp_path, document_mask=False)
+    assert masked.fingerprint == plain.fingerprint and len(masked.train) == len(plain.train)
+    rows = np.arange(len(plain.train))
+    ours, wanted = masked.train.read(rows), plain.train.read(rows)
+    assert (ours.tokens == wanted.tokens).all() and (ours.labels == wanted.labels).all()
+    assert wanted.documents is None and not masks_documents(plain.train)
+    assert masks_documents(data_of(source, tmp_path, document_mask=True).train)
+
+
+@pytest.mark.parametrize("kind", ["llama2", "llama3"])
+def test_documents_between_a_begin_and_an_end(source, tmp_path, kind):
+    """BOS text EOS; the label after a document's EOS is the next document's BOS."""
+    folder = tokenizer_fixtures.save(kind, tmp_path / kind)
+    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.encode_special_tokens = True
+    bos, eos = (inner.token_to_id(tokenizer_fixtures.KINDS[kind][x]) for x in ("bos", "eos"))
+    data = data_of(source, tmp_path, tokenizer=f"hf:{folder}", val_fraction=0.2)
+    texts = [text for text in documents(150) if text]
+    for samples, held in ((data.train, False), (data.val, True)):
+        own = [text for text in texts if is_held(text) is held]
+        whole = [[bos, *inner.encode(text, add_special_tokens=False).ids, eos] for text in own]
+        check_rows(samples, whole, bos, ragged=held)
+
+
+def test_a_range_that_begins_inside_of_a_document_is_a_document(source, tmp_path):
+    """The first shards are held out, and several sources join."""
+    other = jsonl(tmp_path / "y.jsonl", documents(90, seed=1))
+    data = data_of([str(source), str(other)], tmp_path, val_shards=1)
+    rest, held = [], set()
+    for texts in (documents(150), documents(90, seed=1)):
+        whole = [[256, *text.encode()] for text in texts if text]
+        ids, of = stream_of(whole)
+        assert of[1023] == of[1024]  # the first shard ends inside of a document
+        held |= {tuple(document) for document in whole[: of[1023] + 1]}
+        rest.append([ids[1024:][of[1024:] == of[1024]].tolist()])
+        rest.append(whole[of[1024] + 1 :])
+    trained = [document for part in rest for document in part if tuple(document) not in held]
+    assert len(trained) < sum(map(len, rest)) and data.division.shared
+    check_rows(data.train, trained, 256, ragged=False)
+
+
+def test_sources_without_documents_need_no_mask(source, tmp_path):
+    (tmp_path / "one.txt").write_text("one text " * 200)
+    (np.arange(3000, dtype="<u2") % 50).tofile(tmp_path / "tokens.bin")
+    shards = f"shards:{tmp_path / 'tokens.bin'}"
+    for number, name in enumerate((tmp_path / "one.txt", shards)):
+        assert not masks_documents(data_of(name, tmp_path / str(number)).train)
+    data = data_of(source, tmp_path, document_mask=True, eval_source=str(tmp_path / "one.txt"))
+    assert masks_documents(data.train) and not masks_documents(data.val)
+    with refused("data.document_mask", "shards of other tools", "auto"):
+        recipe_for(shards).replace("data.document_mask=true")
 
 
 # -- sets of less than a row
