@@ -1,8 +1,6 @@
 """What a data set holds, in numbers and in words."""
 
 import json
-import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +9,6 @@ from data_fixtures import conversations, documents, jsonl, recipe_for
 from helpers import windlass
 from windlass.data.describe import describe, lines
 from windlass.data.open import Data, open_data
-
-
-def books(folder: Path, *sizes: int) -> Path:
-    rng = random.Random(7)
-    folder.mkdir()
-    for number, size in enumerate(sizes):
-        (folder / f"book-{number}.txt").write_text("".join(rng.choices("etaoin shrdlu\n", k=size)))
-    return folder
 
 
 def test_facts_of_texts(tmp_path) -> None:
@@ -83,12 +73,14 @@ def test_facts_of_data_of_ones_own() -> None:
 
 
 def test_a_mixture_of_formats_and_the_end_of_its_single_text(tmp_path) -> None:
-    talk = conversations(tmp_path / "talk.jsonl", 150)
+    for name, size in (("one", 2000), ("many-1", 500), ("many-2", 700), ("many-3", 4000)):
+        (tmp_path / f"{name}.txt").write_text(f"book {name} " * (size // 9))
     mix = [
-        {"name": "one", "source": str(books(tmp_path / "one", 2000) / "book-0.txt")},
-        {"name": "many", "source": str(books(tmp_path / "many", 500, 700, 4000))},
-        {"name": "talk", "source": str(talk), "format": "chat"},
+        {"name": "one", "source": str(tmp_path / "one.txt")},
+        {"name": "many", "source": str(tmp_path / "many*.txt")},
+        {"name": "talk", "source": str(tmp_path / "talk.jsonl"), "format": "chat"},
     ]
+    conversations(tmp_path / "talk.jsonl", 150)
     recipe = recipe_for("", tmp_path / "data", context=256, mix=mix)
     data = open_data(recipe)
     facts = describe(data)

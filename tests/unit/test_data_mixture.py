@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_fixtures import conversations, documents, jsonl
+from data_fixtures import conversations, documents, jsonl, recipe_for
 from windlass.data import mixture as module
 from windlass.data.loader import Loader
 from windlass.data.mixture import (
@@ -27,7 +27,7 @@ from windlass.data.open import open_data, open_samples
 from windlass.data.prepare import find_prepared
 from windlass.data.samples import Batch
 from windlass.errors import UserError
-from windlass.recipe import Horizon, Recipe, plan_batch
+from windlass.recipe import Horizon, plan_batch
 
 
 class Part:
@@ -188,10 +188,8 @@ def test_any_first_samples_of_a_spread_set_have_every_source():
 
 
 def recipe_of(sources, directory="", **data):
-    model = {"layers": 1, "heads": 1, "width": 8, "context": 16}
     mix = [{"name": name, "source": str(path), **dict(*more)} for name, path, *more in sources]
-    own = {"dir": str(directory), "tokenizer": "byte", "shard_tokens": 1024, **data, "mix": mix}
-    return Recipe.model_validate({"model": model, "data": own})
+    return recipe_for("", directory, mix=mix, **data)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_fixtures import conversations, documents, jsonl, recipe_for
+from data_fixtures import documents, jsonl, recipe_for
 from helpers import refused
 from windlass.data.open import open_data
 from windlass.data.recipe_sources import SourceSpec
@@ -233,19 +233,6 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
     path = directory / "shard-00001.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     assert all("shard-00001.bin is damaged" in str(e) for e in open_on_two_ranks(recipe))
-
-
-def test_rows_of_examples_are_opened_without_reading_a_shard(tmp_path, monkeypatch):
-    talk = conversations(tmp_path / "y.jsonl", 150)
-    recipe = recipe_for(talk, tmp_path / "data", format="chat", context=512)
-    open_data(recipe)
-    opened, real = [], np.fromfile
-    monkeypatch.setattr(
-        np, "fromfile", lambda path, *how: opened.append(path.suffix) or real(path, *how)
-    )
-    monkeypatch.setattr("windlass.data.shards.os.pread", None)
-    rows = open_data(recipe)
-    assert len(rows.train) > 10 and set(opened) == {".documents"}
 
 
 def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
