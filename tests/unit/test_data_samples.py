@@ -217,40 +217,33 @@ def check_rows(samples, whole: list[list[int]], following: int, ragged: bool) ->
     assert samples.attended == pytest.approx(expected / labels, rel=1e-12)
 
 
-@pytest.mark.parametrize("shard_tokens", [1024, 10**6])
-def test_the_rows_are_cut_documents(source, tmp_path, shard_tokens):
-    data = data_of(source, tmp_path, val_fraction=0.2, shard_tokens=shard_tokens)
-    texts = [text for text in documents(150) if text]
-    assert len(texts) > 100 and 10 < sum(is_held(text) for text in texts) < 50
+@pytest.mark.parametrize("kind", ["byte", "llama2", "llama3"])
+def test_the_rows_are_cut_documents(source, tmp_path, kind):
+    """EOT text, or BOS text EOS; the label after a document is what begins the next document."""
+    name, begin, end = "byte", 256, []
+    if kind != "byte":
+        folder = tokenizer_fixtures.save(kind, tmp_path / kind)
+        inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        inner.encode_special_tokens = True
+        named = tokenizer_fixtures.KINDS[kind]
+        begin, *end = (inner.token_to_id(named[edge]) for edge in ("bos", "eos"))
+        name = f"hf:{folder}"
+    data = data_of(source, tmp_path, val_fraction=0.2, tokenizer=name)
     for samples, held in ((data.train, False), (data.val, True)):
-        own = [[256, *text.encode()] for text in texts if is_held(text) is held]
-        assert samples.tokens == sum(map(len, own))
-        check_rows(samples, own, 256, ragged=held)
-
-
-def test_the_mask_changes_no_token_no_label_and_no_fingerprint(source, tmp_path):
-    masked, plain = data_of(source, tmp_path), data_of(source, tmp_path, document_mask=False)
-    assert masked.fingerprint == plain.fingerprint and len(masked.train) == len(plain.train)
+        own = [text for text in documents(150) if text and is_held(text) is held]
+        ids = [
+            text.encode() if kind == "byte" else inner.encode(text, add_special_tokens=False).ids
+            for text in own
+        ]
+        whole = [[begin, *document, *end] for document in ids]
+        assert len(own) > 10 and samples.tokens == sum(map(len, whole))
+        check_rows(samples, whole, begin, ragged=held)
+    plain = data_of(source, tmp_path, val_fraction=0.2, tokenizer=name, document_mask=False)
+    assert data.fingerprint == plain.fingerprint and len(data.train) == len(plain.train)
     rows = np.arange(len(plain.train))
-    ours, wanted = masked.train.read(rows), plain.train.read(rows)
-    assert (ours.tokens == wanted.tokens).all() and (ours.labels == wanted.labels).all()
-    assert wanted.documents is None and not masks_documents(plain.train)
-    assert masks_documents(data_of(source, tmp_path, document_mask=True).train)
-
-
-@pytest.mark.parametrize("kind", ["llama2", "llama3"])
-def test_documents_between_a_begin_and_an_end(source, tmp_path, kind):
-    """BOS text EOS; the label after a document's EOS is the next document's BOS."""
-    folder = tokenizer_fixtures.save(kind, tmp_path / kind)
-    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    inner.encode_special_tokens = True
-    bos, eos = (inner.token_to_id(tokenizer_fixtures.KINDS[kind][x]) for x in ("bos", "eos"))
-    data = data_of(source, tmp_path, tokenizer=f"hf:{folder}", val_fraction=0.2)
-    texts = [text for text in documents(150) if text]
-    for samples, held in ((data.train, False), (data.val, True)):
-        own = [text for text in texts if is_held(text) is held]
-        whole = [[bos, *inner.encode(text, add_special_tokens=False).ids, eos] for text in own]
-        check_rows(samples, whole, bos, ragged=held)
+    batch = plain.train.read(rows)
+    assert (data.train.read(rows).tokens == batch.tokens).all()
+    assert batch.documents is None and not masks_documents(plain.train)
 
 
 def test_a_range_that_begins_inside_of_a_document_is_a_document(source, tmp_path):
