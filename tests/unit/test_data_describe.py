@@ -45,15 +45,15 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path, packing) -> No
     places = [f"data.source={source}", f"data.dir={tmp_path / 'data'}"]
     settings = "data.format=chat data.val_fraction=0 model.context=60 data.max_tokens=0".split()
     settings.append(f"data.packing={packing}")
-    printed = windlass("prepare", "quickstart", *settings, *places).stdout
+    printed = " ".join(windlass("prepare", "quickstart", *settings, *places).stdout.split())
     for text in lines(describe(data), 60).values():
         assert text in printed
-    assert "1 of 5 conversations cut, 71 tokens lost" in printed
+    assert "1 cut at model.context = 60, 71 tokens lost" in printed
     assert "1 conversation left out" in printed
     assert "\u27e6" in printed and "<|endoftext|>\u27e7" in printed  # an example with its marks
     if packing == "best-fit":
         assert train["fill"] == round(train["tokens"] / (count * 60), 6)
-        assert f"{count} rows, {100 * train['fill']:.1f} % filled" in printed
+        assert f"{count} rows of 60 tokens, {100 * train['fill']:.1f} % filled" in printed
 
 
 def test_facts_of_data_of_ones_own() -> None:

@@ -106,37 +106,32 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         shown["mixture"] = mixture_table(mixture)
     units = facts.get("items", "samples")
     unit = units.removesuffix("s")
-    packed, cuts = list[str](), list[str]()  # of training and validation data
     for name, heading in (("train", "training"), ("val", "validation")):
-        if (own := facts.get(name)) is None:
+        own, parts = facts.get(name), list[str]()
+        if own is None:
             shown[heading] = "none"
             continue
-        size, lost = list[str](), list[str]()
         if items := own["samples"] if units == "samples" else own.get("items"):
-            size.append(plural(items, unit))
+            parts.append(plural(items, unit))
         if tokens := own.get("tokens"):
-            size.append(f"{tokens:,} tokens")
+            parts.append(f"{tokens:,} tokens")
             if (labels := own.get("label_tokens")) and units not in ("documents", "samples"):
-                size.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
-        shown[heading] = ", ".join(size)
+                parts.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
         if "fill" in own:
-            packed.append(f"{own['samples']:,} rows, {100 * own['fill']:.1f} % filled")
+            filled = f"{100 * own['fill']:.1f} % filled"
+            parts.append(f"{own['samples']:,} rows of {context:,} tokens, {filled}")
         if cut := own.get("cut"):
-            tokens = own["cut_tokens"]
-            fraction = tokens / (own["tokens"] + tokens)
-            every = plural(own["items"], unit)
-            lost.append(f"{cut:,} of {every} cut, {tokens:,} tokens lost ({fraction:.1%})")
+            lost = own["cut_tokens"]
+            fraction = lost / (own["tokens"] + lost)
+            size = f"model.context = {context:,}"
+            parts.append(f"{cut:,} cut at {size}, {lost:,} tokens lost ({fraction:.1%})")
         if left_out := own.get("left_out"):
-            lost.append(f"{plural(left_out, unit)} left out: they have nothing left to learn")
-        cuts += [", ".join(lost)] if lost else []
+            parts.append(f"{plural(left_out, unit)} left out: they have nothing left to learn")
+        shown[heading] = ", ".join(parts)
     kind = f"{facts['tokenizer']}, " if "tokenizer" in facts else ""
     shown["tokenizer"] = f"{kind}{facts['vocab']:,} ids"
     if "template" in facts:
         shown["template"] = facts["template"]
-    if packed:
-        shown["packing"] = f"rows of {context:,} tokens: {'; validation: '.join(packed)}"
-    if cuts:
-        shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
     return shown
 
 

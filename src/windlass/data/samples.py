@@ -160,15 +160,12 @@ class PackedSamples:
             first = i * self.context
             row[: count + 1] = self._tokens.read(first, first + count + 1)
         batch = Batch(rows[:, :-1].copy(), rows[:, 1:].copy())
-        if self._starts is not None:  # number the documents, and label their last tokens
-            documents = np.zeros_like(batch.labels)
-            for at, first in enumerate((indices * self.context).tolist()):
-                # A document that begins after the row gives the last token its label.
-                a, b = np.searchsorted(self._starts, [first + 1, first + self.context + 1])
-                begins = self._starts[a:b] - first
-                batch.labels[at, begins - 1] = self._following
-                documents[at, begins[begins < self.context]] = 1
-            documents.cumsum(axis=1, out=documents)
+        if self._starts is not None:
+            # the number of each token's document in the set, and of the token after the row's last
+            places = indices[:, None] * self.context + np.arange(self.context + 1)
+            numbers = np.searchsorted(self._starts, places, side="right")
+            batch.labels[numbers[:, :-1] != numbers[:, 1:]] = self._following
+            documents = numbers[:, :-1] - numbers[:, :1]
             batch = batch._replace(positions=positions_of(documents), documents=documents)
         for at in np.flatnonzero(counts < self.context).tolist():  # the last row of a ragged set
             batch.tokens[at, counts[at] :], batch.labels[at, counts[at] :] = 0, IGNORE_INDEX
@@ -270,7 +267,7 @@ class ExampleSamples:
     ) -> float:
         """The mean over an epoch of a row's positions in its micro-batch, padding included."""
         if self.document_mask:
-            return float(self.context)
+            return self.context
         steps = max(1, len(self) // batch)
         sizes = self.sizes[sample_indices(np.arange(steps * batch), len(self), order, seed)]
         sizes = sizes.reshape(steps, batch)

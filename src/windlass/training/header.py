@@ -150,6 +150,6 @@ def header(
         "model": describe_sizes(network.sizes),
         "optim": f"{recipe.optim.kind}: {describe_groups(network.groups)}",
         "data": "; ".join(parts),
-        **{key: data[key] for key in ("mixture", "template", "packing", "cut") if key in data},
+        **{key: data[key] for key in ("mixture", "template") if key in data},
         "work": work,
     }
