@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_fixtures import conversations, documents, jsonl, recipe_for
-from windlass.data import mixture as module
 from windlass.data.loader import Loader
 from windlass.data.mixture import (
     BLOCK,
@@ -21,6 +20,7 @@ from windlass.data.mixture import (
     Stage,
     block_counts,
     continue_stages,
+    layout,
     stages_of,
 )
 from windlass.data.open import open_data, open_samples
@@ -72,20 +72,14 @@ def by_hand(stages, sizes, stop, seed=3):
     """The sequence one sample at a time, with a count of each source; it shares the counts and the
     shuffle of a block alone."""
     done, sequence = [0] * len(sizes), []
-    while len(sequence) < stop:
-        start = len(sequence)
-        now = [s for s in stages if s.start <= start][-1]
-        for counts in block_counts(now.weights):
-            begin, cut = len(sequence), False
-            for source in module.layout(seed, begin, counts)[0].tolist():
+    for stage, end in zip(stages, [*(s.start for s in stages[1:]), stop], strict=True):
+        for counts in block_counts(stage.weights):
+            for source in layout(seed, len(sequence), counts)[0].tolist()[: end - len(sequence)]:
                 sequence.append((source, done[source]))
                 done[source] += 1
-                cut = any(s.start == len(sequence) for s in stages)
-                if cut:
-                    break
-            if cut or len(sequence) >= stop:
+            if len(sequence) == end:
                 break
-    return sequence[:stop]
+    return sequence
 
 
 @pytest.mark.parametrize(

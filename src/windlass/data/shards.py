@@ -328,7 +328,8 @@ class Corpus:
 
     @cached_property
     def _local(self) -> Callable[[str], LocalFile]:
-        return lru_cache(OPEN_FILES)(lambda name: LocalFile(self.directory / name))
+        directory = self.directory  # not `self`, which would keep the files open in a circle
+        return lru_cache(OPEN_FILES)(lambda name: LocalFile(directory / name))
 
     @cached_property
     def _remote(self) -> Callable[[str, str], RemoteFile]:  # they need no descriptors
