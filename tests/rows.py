@@ -27,14 +27,11 @@ class Rows:
     def length(self, index: int) -> int:
         return int(self.sizes[index])
 
-    def fill(self, index: int, tokens: np.ndarray, labels: np.ndarray) -> None:
-        item, marks = self._items[index]
-        tokens[:], labels[:] = item[:-1], np.where(marks[1:], item[1:], IGNORE_INDEX)
-
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         shape = len(indices), int(max(self.sizes[indices], default=1))
         tokens, labels = np.full(shape, self.pad), np.full(shape, IGNORE_INDEX)
         for at, index in enumerate(indices.tolist()):
-            size = self.sizes[index]
-            self.fill(index, tokens[at, :size], labels[at, :size])
+            item, marks = self._items[index]
+            tokens[at, : len(item) - 1] = item[:-1]
+            labels[at, : len(item) - 1] = np.where(marks[1:], item[1:], IGNORE_INDEX)
         return Batch(tokens, labels)
