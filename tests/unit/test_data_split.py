@@ -159,17 +159,21 @@ def test_members_of_a_mixture_that_cut_a_text_at_different_places(tmp_path):
     assert open_data(recipe_for("stdlib", tmp_path / "data", mix=mix)).division.shared == 0
 
 
-def test_separate_conversations_end_at_the_limit(tmp_path):
+def test_separate_conversations_end_at_the_limit_and_are_not_trained_on(tmp_path):
     source = conversations(tmp_path / "x.jsonl", 120)
-    held = conversations(tmp_path / "v.jsonl", 300, seed=5)
-    how = {"format": "chat", "context": 500, "eval_source": str(held), "max_tokens": 20_000}
+    held = conversations(tmp_path / "v.jsonl", 300, seed=5, longest=9)
+    also = source.read_text().splitlines(keepends=True)[10:13]
+    held.write_text("".join(also) + held.read_text())
+    how = {"format": "chat", "context": 500, "eval_source": str(held), "max_tokens": 40_000}
     data = open_data(recipe_for(source, tmp_path / "data", **how))
     sizes = [
         sum(len(message["content"]) for message in json.loads(line)["messages"])
         for line in held.read_text().splitlines()
     ]
-    count = int(np.searchsorted(np.cumsum(sizes), 2000)) + 1
+    count = int(np.searchsorted(np.cumsum(sizes), 4000)) + 1
     assert len(data.val) == count == data.division.val[0][0].corpus.index.items < 100
+    train = data.division.train[0][0]
+    assert data.division.shared == 3 and not {10, 11, 12} & set(train.numbers.tolist())
 
 
 def test_the_validation_source_has_the_share_of_the_limit(tmp_path):
@@ -293,16 +297,6 @@ def test_a_directory_that_grows_changes_no_limited_data(tmp_path, kind, monkeypa
     grown = open_data(recipe)
     assert sizes[0] < grown.prepared.corpora[0].index.tokens
     assert grown.fingerprint == first.fingerprint
-
-
-def test_conversations_that_training_and_validation_share(tmp_path):
-    source = conversations(tmp_path / "x.jsonl", 60, longest=9)
-    lines = source.read_text().splitlines(keepends=True)
-    held = tmp_path / "held.jsonl"
-    held.write_text("".join(lines[10:20]))
-    how = {"format": "chat", "context": 500, "eval_source": str(held)}
-    data = open_data(recipe_for(source, tmp_path / "data", **how))
-    assert (len(data.train), len(data.val), data.division.shared) == (50, 10, 10)
 
 
 def test_a_choice_of_items_by_the_seed(tmp_path):
