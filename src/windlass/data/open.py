@@ -150,7 +150,7 @@ class DatasetSamples:
         wrong = item.dtype.kind not in "iu" or item.shape != (self.context + 1,)
         if wrong or item.min() < 0:
             raise UserError(
-                f"data: item {index} of the dataset is {item.dtype} {list(item.shape)}; it must hold "
-                f"token ids [{self.context + 1}], model.context + 1 integers from 0"
+                f"data: item {index} of the dataset is {item.dtype} {list(item.shape)}; "
+                f"it must hold integers [{self.context + 1}], model.context + 1 token ids from 0"
             )
         return item.astype(np.int64)
