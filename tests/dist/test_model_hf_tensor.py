@@ -4,20 +4,9 @@ types of their norms. `test_checkpoint_reshard.py` has their checkpoints.
 
 from pathlib import Path
 
+import equivalence as eq
 import pytest
 import torch
-from equivalence import (
-    VOCAB,
-    built,
-    check,
-    distance,
-    each,
-    logits_of,
-    reference,
-    settings,
-    train,
-    trained,
-)
 from harness import run_ranks
 
 import hf_fixtures
@@ -35,7 +24,7 @@ def models(tmp_path_factory):
     """Directories of tiny models; the forked ranks share the imports."""
     folder = tmp_path_factory.mktemp("models")
     for kind, changes in KINDS.items():
-        hf_fixtures.save(kind, folder / kind, vocab=VOCAB, **changes)
+        hf_fixtures.save(kind, folder / kind, vocab=eq.VOCAB, **changes)
     return folder
 
 
@@ -52,17 +41,17 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize("world", [pytest.param(2, marks=FULL), 4])
 def test_trainings_are_those_of_one_process(models, world, kind):
     of_kind = keys(models / kind)
-    recipes = [settings("fp64", s, world, 2, **of_kind, tensor=2) for s in STRATEGIES]
-    check(world, recipes, reference(**of_kind))
+    recipes = [eq.settings("fp64", s, world, 2, **of_kind, tensor=2) for s in STRATEGIES]
+    eq.check(world, recipes, eq.reference(**of_kind))
 
 
 @pytest.mark.dist
 def test_logits_and_a_cache_are_those_of_one_process(models):
-    single = [settings("fp64", "single", **keys(models / kind)) for kind in KINDS]
-    [wanted] = run_ranks(logits_of, 1, single)
+    single = [eq.settings("fp64", "single", **keys(models / kind)) for kind in KINDS]
+    [wanted] = run_ranks(eq.logits_of, 1, single)
     for strategy in ("ddp", "full_shard"):
-        recipes = [settings("fp64", strategy, **keys(models / kind), tensor=2) for kind in KINDS]
-        for per_rank in run_ranks(logits_of, 2, recipes):
+        recipes = [eq.settings("fp64", strategy, **keys(models / kind), tensor=2) for kind in KINDS]
+        for per_rank in run_ranks(eq.logits_of, 2, recipes):
             for pair, expected in zip(per_rank, wanted, strict=True):
                 torch.testing.assert_close(pair, expected, rtol=1e-9, atol=1e-12)
 
@@ -86,22 +75,22 @@ OTHERS = {
 def test_other_trainings_are_those_of_one_process(models, name):
     kind, changes = OTHERS[name]
     if kind not in KINDS:
-        hf_fixtures.save(kind, models / kind, vocab=VOCAB, num_hidden_layers=2)
+        hf_fixtures.save(kind, models / kind, vocab=eq.VOCAB, num_hidden_layers=2)
     more = keys(models / kind, **changes)
-    [wanted] = run_ranks(trained, 1, settings("fp64", "single", **more))
-    check(2, [settings("fp64", "full_shard", 2, **more, tensor=2)], wanted)
+    [wanted] = run_ranks(eq.trained, 1, eq.settings("fp64", "single", **more))
+    eq.check(2, [eq.settings("fp64", "full_shard", 2, **more, tensor=2)], wanted)
 
 
 @pytest.mark.dist
 def test_low_precision_stays_near_one_process(models):
     more = {"parallel__activation_checkpointing": "full"}
     of_kind = [keys(models / kind, **more) for kind in KINDS]
-    wanted = run_ranks(each, 1, [settings("fp32", "single", **keys) for keys in of_kind])[0]
+    wanted = run_ranks(eq.each, 1, [eq.settings("fp32", "single", **keys) for keys in of_kind])[0]
     for strategy in ("ddp", "full_shard"):
-        recipes = [settings("bf16", strategy, **keys, tensor=2) for keys in of_kind]
-        for per_rank in run_ranks(each, 2, recipes):
+        recipes = [eq.settings("bf16", strategy, **keys, tensor=2) for keys in of_kind]
+        for per_rank in run_ranks(eq.each, 2, recipes):
             for outcome, expected in zip(per_rank, wanted, strict=True):
-                losses, norms, _ = distance(outcome, expected)
+                losses, norms, _ = eq.distance(outcome, expected)
                 assert losses < 5e-3
                 assert norms < 5e-2
 
@@ -109,12 +98,12 @@ def test_low_precision_stays_near_one_process(models):
 def step_with_norms(join, recipe):
     """The loss and gradient norm of a step, and the types that the model's norms gave."""
     with join(recipe) as ranks:
-        model, trainer = built(ranks, recipe)
+        model, trainer = eq.built(ranks, recipe)
         kinds: set[torch.dtype] = set()
         for module in model.modules():
             if type(module).__name__.endswith("Norm"):
                 module.register_forward_hook(lambda _, __, out: kinds.add(out.dtype))
-        losses, norms = train(ranks, recipe, trainer, range(1))
+        losses, norms = eq.train(ranks, recipe, trainer, range(1))
         return losses[0], norms[0], kinds
 
 
@@ -122,10 +111,10 @@ def step_with_norms(join, recipe):
 def test_norms_give_the_same_types_sharded_or_not(models):
     """The norm of Qwen3's queries gets low numbers already."""
     more = keys(models / "qwen3", parallel__activation_checkpointing="selective")
-    (plain,) = run_ranks(step_with_norms, 1, settings("fp32", "single", **more))
+    (plain,) = run_ranks(step_with_norms, 1, eq.settings("fp32", "single", **more))
     for strategy in ("ddp", "full_shard"):
         for loss, size, kinds in run_ranks(
-            step_with_norms, 2, settings("bf16", strategy, 2, **more)
+            step_with_norms, 2, eq.settings("bf16", strategy, 2, **more)
         ):
             # as autocast leaves it: gains in float32 times what came in
             assert kinds == {torch.float32}, strategy
@@ -134,11 +123,11 @@ def test_norms_give_the_same_types_sharded_or_not(models):
 
 
 def test_what_cannot_be_divided_is_refused_when_the_model_is_built(models, tmp_path):
-    hf_fixtures.save("llama", tmp_path / "llama", vocab=VOCAB, attention_dropout=0.1)
+    hf_fixtures.save("llama", tmp_path / "llama", vocab=eq.VOCAB, attention_dropout=0.1)
     reasons = {"bloom": "lacks a tp_plan", "gpt2": "lacks a tp_plan", "mixtral": "experts"}
     reasons |= {"phi3": "rowwise_split_input", "olmo2": "colwise_gather_output"}
     for kind in reasons:
-        hf_fixtures.save(kind, tmp_path / kind, vocab=VOCAB)
+        hf_fixtures.save(kind, tmp_path / kind, vocab=eq.VOCAB)
     advice, llama = "parallel.tensor=1", models / "llama"
     cases = [(tmp_path / kind, 2, (reason, advice)) for kind, reason in reasons.items()]
     cases += [
@@ -148,8 +137,8 @@ def test_what_cannot_be_divided_is_refused_when_the_model_is_built(models, tmp_p
     ]
     for directory, ranks, words in cases:
         with refused(*words):
-            build_model(settings("fp64", "ddp", **keys(directory, tensor=ranks)), VOCAB)
+            build_model(eq.settings("fp64", "ddp", **keys(directory, tensor=ranks)), eq.VOCAB)
     with refused("parallel.tensor", "adapters"):
-        settings("fp64", "ddp", **keys(llama, model__lora__rank=2, tensor=2))
+        eq.settings("fp64", "ddp", **keys(llama, model__lora__rank=2, tensor=2))
     with refused("parallel.context", "parallel.pipeline"):
-        settings("fp64", "ddp", **keys(llama, context=2, pipeline=2))
+        eq.settings("fp64", "ddp", **keys(llama, context=2, pipeline=2))

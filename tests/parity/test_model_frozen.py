@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_adapters import base_of, distance, plain, recipe_of, train_on_ranks
+from test_model_adapters import adapter_of_peft, base_of, distance, plain, recipe_of, train_on_ranks
 
 from helpers import curve, refused
 from windlass import train
@@ -36,14 +36,9 @@ def with_adapters(model: Any) -> dict[str, Any]:
     return adapters
 
 
-def gradients_of_peft(base: Path, ids: torch.Tensor, mine: Any) -> Any:
+def gradients_of_peft(base: Path, transposed: bool, ids: torch.Tensor, mine: Any) -> Any:
     """Loss and gradients of the same adapters on the base in float32, then under autocast."""
-    from peft import LoraConfig, get_peft_model
-
-    network = plain(base)
-    transposed = network.config.model_type == "gpt2"
-    config = LoraConfig(r=4, target_modules="all-linear", lora_alpha=16, fan_in_fan_out=transposed)
-    model = get_peft_model(network, config)
+    model = adapter_of_peft(base, target_modules="all-linear", fan_in_fan_out=transposed)
     adapters = {n.removeprefix("base_model."): p for n, p in model.named_parameters()}
     adapters = {name: p for name, p in adapters.items() if p.requires_grad}
     assert adapters.keys() == mine.keys()
@@ -78,7 +73,8 @@ def test_loss_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> None
             loss = model.train()(ids, labels) / 58
         loss.backward()
         found.append((loss.item(), torch.cat([p.grad.flatten() for p in mine.values()])))
-    (exact, low), (ours, ours_low) = gradients_of_peft(tmp_path / "base", ids, mine), found
+    reference = gradients_of_peft(tmp_path / "base", kind == "gpt2", ids, mine)
+    (exact, low), (ours, ours_low) = reference, found
     assert ours[0] == pytest.approx(exact[0], rel=1e-6)
     torch.testing.assert_close(ours[1], exact[1], rtol=1e-4, atol=1e-6)
     assert ours_low[0] == pytest.approx(low[0], rel=2e-3)  # two roundings of the same arithmetic
