@@ -63,7 +63,7 @@ def measure_peaks(
                         fake = FakeTensor(mode, old.data, torch.device("cpu"))
                         new[old] = nn.Parameter(fake, old.requires_grad)
                     module._parameters[name] = new[old]
-        peaks = []  # of a micro-batch the most bytes without and with the gradients of the weights
+        peaks = []  # micro-batch, and the most bytes without and with the weights' gradients
         for size in sorted({1, max(2, micro_batch)}) if several else [micro_batch]:
             with Meter(model) as meter, Attention(), Raised(device == "cuda"):
                 tokens = torch.zeros(size, recipe.model.context, dtype=torch.int64)

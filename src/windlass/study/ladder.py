@@ -273,30 +273,27 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
         cell = Cell.of(run.recipe, {}, str(run.path))
         return cell_result(cell, run, read_numbers(run, study.measure))
 
-    def why_unused(result: CellResult) -> str:
-        if result.state != "finished":
-            return result.reason or result.state
-        return "it lacks an evaluation" if result.numbers.score is None else ""
-
     further = {run.path.resolve(): run for run in runs}
     own = {study.run_of(cell).path.resolve() for cell in study.cells} | further.keys()
     paths = read_json(study.path / JOINED).get("runs", [])
     joined = [Run(Path(os.path.normpath(study.path / path))) for path in paths]
     joined = [run for run in joined if run.path.resolve() not in own]
-    results = [r for r in study.results() if r.run.path.resolve() not in further]
+    pairs = [(r, True) for r in study.results() if r.run.path.resolve() not in further]
+    pairs += [(result_of(run), True) for run in joined if run.exists]
+    pairs += [(result_of(run), False) for run in further.values()]
     chosen, left_out = list[tuple[CellResult, bool]](), list[str]()
-    for result in [*results, *(result_of(run) for run in joined if run.exists)]:
-        if why := why_unused(result):
+    for result, in_fit in pairs:
+        why = "it lacks an evaluation" if result.numbers.score is None else ""
+        if result.state != "finished":
+            why = result.reason or result.state
+        if why and not in_fit:
+            needs = "the law needs a finished run with a validation loss"
+            raise UserError(f"{result.run.path}: {why}; {needs}")
+        if why:
             left_out.append(f"{name_of(result)}: {why}")
         else:
-            chosen.append((result, True))
+            chosen.append((result, in_fit))
     left_out += [f"{run.path}: it is gone" for run in joined if not run.exists]
-    for run in further.values():
-        result = result_of(run)
-        if why := why_unused(result):
-            needs = "the law needs a finished run with a validation loss"
-            raise UserError(f"{run.path}: {why}; {needs}")
-        chosen.append((result, False))
     if not chosen:
         raise UserError("\n".join([f"{study.path}: no finished cell, so no law:", *left_out]))
     measure, remark = common_measure([result.validation for result, _ in chosen])

@@ -121,21 +121,20 @@ class Law:
     def of_run(self, run: Observation) -> float:
         return self.loss(run.size(self.embeddings), run.effective_tokens)
 
-    def loss(self, size: float, tokens: float) -> float:
-        return float(np.exp(self._logs(self.values, size, tokens)))
+    def loss(self, size: float, tokens: float, values: Numbers | None = None) -> float:
+        """`values`: of another law with this centre."""
+        n, d = math.log(size) - self.centre[0], math.log(tokens) - self.centre[1]
+        values = self.values if values is None else values
+        return float(np.exp(log_loss(values, np.array([n]), np.array([d]))[0][0]))
 
     def predict(self, size: float, tokens: float) -> Range:
-        losses = np.exp([self._logs(one, size, tokens) for one in self.resampled])
+        losses = [self.loss(size, tokens, values) for values in self.resampled]
         low, high = np.percentile(losses, [LOW, HIGH])
         sizes = [one.size(self.embeddings) for one in self.fitted]
         amounts = [one.effective_tokens for one in self.fitted]
         beyond = [max(size / max(sizes), min(sizes) / size)]
         beyond.append(max(tokens / max(amounts), min(amounts) / tokens))
         return Range(self.loss(size, tokens), float(low), float(high), max(1.0, *beyond))
-
-    def _logs(self, values: Numbers, size: float, tokens: float) -> float:
-        n, d = math.log(size) - self.centre[0], math.log(tokens) - self.centre[1]
-        return float(log_loss(values, np.array([n]), np.array([d]))[0][0])
 
     def optimum(self, flops: float) -> tuple[float, float]:
         """The size and tokens with the lowest loss for C = 6 N D FLOPs, without repeated tokens."""

@@ -38,10 +38,10 @@ STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 # SIGHUP: the terminal or ssh connection is gone.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = "stopped with everything saved; the same command continues"
-# Of a probe: steps after its warm-up, at least; windows between `train` lines, at least; and steps
-# of a window, at most.
-PROBE_STEPS, PROBE_WINDOWS, MOST_EVERY = 10, 4, 5
-PROBE_SECONDS, PROBE_POLL_SECONDS = 600.0, 0.05  # its limit, and between two looks
+# A probe has at least PROBE_STEPS after its warm-up, and PROBE_WINDOWS between its `train` lines.
+PROBE_STEPS, PROBE_WINDOWS = 10, 4
+MOST_EVERY = 5  # steps of such a window, at most
+PROBE_SECONDS, PROBE_POLL_SECONDS = 600.0, 0.05  # the limit of a probe, and between two looks
 ENDLESS = 10**6  # steps: the probe is killed before its end
 TINY_LR = 1e-9  # keeps the loss finite without a schedule
 

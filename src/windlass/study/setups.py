@@ -107,15 +107,12 @@ def _setup(study: Study, scaling: Scaling, result: CellResult) -> Setup:
     if not layers and recipe.model.kind == "gpt":
         layers = recipe.model.layers
     sizes = Sizes(**start["mesh"]) if "mesh" in start else recipe.sizes(world)
-    shape = {
-        "world": world,
-        "nodes": cell.nodes,
-        "global_batch": batch,
-        "batch_per_device": batch / sizes.data_world,
-        "layers": layers,
-        "parameters": start.get("parameters"),
-    }
-    values: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
+    values: dict[str, Any] = {"world": world, "nodes": cell.nodes, "global_batch": batch}
+    values["batch_per_device"] = batch / sizes.data_world
+    if layers:
+        values["layers"] = layers
+    if start.get("parameters"):
+        values["parameters"] = start["parameters"]
     if is_finished:
         lines, whole = windows(result.run.ledger()), result.numbers.values()
         values |= step_medians(lines)
