@@ -49,7 +49,7 @@ from windlass.training.network import Network
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
 from windlass.training.start import Start, resolve_start
-from windlass.training.state import LossScaler, LossSum, TrainState
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals, event_of
 from windlass.training.trainer import Trainer
 
@@ -137,7 +137,6 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state, network.precision)
     mixture = mixture_of(recipe, data.train, horizon, state)
-    losses = LossSum(state, ranks)
 
     # Every part that a user's input can break has worked, so the run begins.
     directory.begin(data.save_tokenizer)
@@ -163,7 +162,6 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
     saver = Saver(
         recorder,
         callbacks,
-        losses,
         scaler,
         average,
         meta=meta,
@@ -188,7 +186,6 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
         optimizer=optimizer,
         average=average,
         scaler=scaler,
-        losses=losses,
         callbacks=callbacks,
         recorder=recorder,
         saver=saver,
