@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.data.chat import stop_tokens
 from windlass.errors import UserError
+from windlass.estimate.calendar import measures_all
 from windlass.evaluation.generate import Sampling, generate, text_after
 from windlass.evaluation.passes import Passes
 from windlass.evaluation.suites import Suites, SuiteScores, write_predictions
@@ -45,7 +46,6 @@ class Evaluator:
     suites: Suites
     model: nn.Module
     average: Average  # is measured beside the model
-    whole_at_end: bool  # whether the last evaluation has all validation data
     stop: StopSignals  # a signal interrupts a measurement
 
     def __post_init__(self) -> None:
@@ -72,7 +72,9 @@ class Evaluator:
         step, recorder, measured = self.state.step, self.recorder, dict[str, SuiteScores]()
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
-            whole = self.whole_at_end and step == self.horizon.steps
+            samples = len(self.suites.val or ())
+            is_last = step == self.horizon.steps
+            whole = is_last and measures_all(self.recipe, self.horizon, samples)
             for suite in self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
                 average = self.average if self.average.tensors and step else None

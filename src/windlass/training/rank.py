@@ -22,7 +22,7 @@ from windlass.data.open import open_data
 from windlass.data.run_data import Data
 from windlass.errors import OutOfMemory, UserError
 from windlass.estimate.activations import measure_peaks
-from windlass.estimate.calendar import measures_all, resolve_steps
+from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.candidates import layout_on
 from windlass.estimate.devices import USABLE, Device, peak_flops
 from windlass.evaluation.suites import Suites
@@ -73,7 +73,7 @@ def train_rank(start: Start, user: UserCode, stop: StopSignals, stop_at: int) ->
         start = resolve_start(start.recipe.replace({"checkpoint.resume": "latest"}))
 
 
-def set_up(  # noqa: PLR0915 (in order, in one piece)
+def set_up(
     start: Start, user: UserCode, stop: StopSignals, stop_at: int, stack: ExitStack
 ) -> Trainer:
     """Set up a training, in order; `stack` closes the parts in reverse order."""
@@ -175,7 +175,6 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
     suites = Suites(
         recipe, tokenizer, ranks, data.val, batch.micro_batch, own, data.train, data.template
     )
-    whole_at_end = measures_all(recipe, horizon, len(data.val or ()))
     trainer = Trainer(
         samples=data.train,
         mixture=mixture,
@@ -189,7 +188,7 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
         callbacks=callbacks,
         recorder=recorder,
         saver=saver,
-        evaluator=Evaluator(recorder, suites, model, average, whole_at_end, stop),
+        evaluator=Evaluator(recorder, suites, model, average, stop),
         stop=stop,
         stop_at=stop_at,
     )

@@ -127,7 +127,8 @@ class Saver(Writer):
         has failed.
         """
         step, recorder = self.state.step, self.recorder
-        signal = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
+        since = time.monotonic() - stop.received_at if stop.requested else 0.0
+        signal = [stop.name, since, self.callbacks.stop_reason]
         names, seconds, asked = zip(*self.ranks.all_gather_object("signals", signal), strict=True)
         signalled = any(names)
         # Without a signal a callback or `stop_at` has asked.
