@@ -49,7 +49,6 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         ),
         "counted": counted(model),
         "parameters": [p for p in model.parameters() if p.requires_grad],
-        "precision": precision,
         "saver": SimpleNamespace(settle=lambda: None),  # nothing is being saved
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }

@@ -8,14 +8,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from windlass.checkpoint.base import base_of, fill_base
 from windlass.checkpoint.choose import policy_of
-from windlass.checkpoint.format import AVERAGE, Checkpoint
+from windlass.checkpoint.format import AVERAGE
 from windlass.checkpoint.state_dict import restore
-from windlass.data.batch import Samples, real_tokens
+from windlass.data.batch import real_tokens
 from windlass.data.directory import data_dirs
 from windlass.data.mixture import MixedSamples, Mixture, Stage, continue_stages, stages_of
 from windlass.data.open import open_data
@@ -73,7 +71,7 @@ def train_rank(start: Start, user: UserCode, stop: StopSignals, stop_at: int) ->
         start = resolve_start(start.recipe.replace({"checkpoint.resume": "latest"}))
 
 
-def set_up(
+def set_up(  # noqa: PLR0915 (in order, in one piece)
     start: Start, user: UserCode, stop: StopSignals, stop_at: int, stack: ExitStack
 ) -> Trainer:
     """Set up a training, in order; `stack` closes the parts in reverse order."""
@@ -133,10 +131,24 @@ def set_up(
         console.begin(f"reading {checkpoint.path}")
         ranks.mark(checkpoint.step, "load")
         warnings += compare(checkpoint, meta)
-        state = load_state(checkpoint, model, optimizer, average, recipe, ranks)
+        state = TrainState.from_json(checkpoint.counters)
+        if not average.tensors or not checkpoint.names(AVERAGE):
+            state.averaged = 0
+        # A branch may have changed `optim.kind`.
+        same_kind = checkpoint.manifest.meta.get("optimizer") == recipe.optimizer_state
+        averages = average.tensors if state.averaged else {}
+        fill_base(checkpoint, bare, recipe, ranks)
+        restore(checkpoint, model, optimizer if same_kind else None, averages)
+        average.load(state.averaged)
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state, network.precision)
-    mixture = mixture_of(recipe, data.train, horizon, state)
+    mixture = None
+    if isinstance(data.train, MixedSamples):
+        past = [Stage(at, tuple(weights)) for at, weights in state.mixture]
+        planned = stages_of(recipe.data, horizon)
+        stages = continue_stages(past, planned, state.step * horizon.samples_per_step)
+        state.mixture = [list(stage) for stage in stages]
+        mixture = Mixture(data.train, stages, recipe.run.seed, recipe.data.order)
 
     # Every part that a user's input can break has worked, so the run begins.
     directory.begin(data.save_tokenizer)
@@ -179,7 +191,6 @@ def set_up(
         samples=data.train,
         mixture=mixture,
         batch=batch,
-        precision=network.precision,
         compiled=network.compiled,
         model=model,
         optimizer=optimizer,
@@ -197,41 +208,6 @@ def set_up(
     if start.changes:  # last, so that a start that dies before it reports them does so again
         directory.write_settings()
     return trainer
-
-
-def load_state(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    optimizer: Optimizer,
-    average: Average,
-    recipe: Recipe,
-    ranks: Ranks,
-) -> TrainState:
-    """Fill model, optimizer and average from a checkpoint; returns its counters."""
-    state = TrainState.from_json(checkpoint.counters)
-    if not average.tensors or not checkpoint.names(AVERAGE):
-        state.averaged = 0
-    # A branch may have changed `optim.kind`.
-    same_kind = checkpoint.manifest.meta.get("optimizer") == recipe.optimizer_state
-    averages = average.tensors if state.averaged else {}
-    fill_base(checkpoint, unwrap(model), recipe, ranks)
-    restore(checkpoint, model, optimizer if same_kind else None, averages)
-    average.load(state.averaged)
-    return state
-
-
-def mixture_of(
-    recipe: Recipe, samples: Samples, horizon: Horizon, state: TrainState
-) -> Mixture | None:
-    """The mixture from the state's step on, with its stages put into the state; None if the data is
-    not one."""
-    if not isinstance(samples, MixedSamples):
-        return None
-    past = [Stage(start, tuple(weights)) for start, weights in state.mixture]
-    planned = stages_of(recipe.data, horizon)
-    stages = continue_stages(past, planned, state.step * horizon.samples_per_step)
-    state.mixture = [list(stage) for stage in stages]
-    return Mixture(samples, stages, recipe.run.seed, recipe.data.order)
 
 
 def prepare_device(recipe: Recipe, stack: ExitStack) -> None:

@@ -70,7 +70,6 @@ class Trainer:
     samples: Samples
     mixture: Mixture | None  # of the samples; None: they are from one source
     batch: BatchPlan
-    precision: str  # `train.precision`, with `auto` resolved
     compiled: bool
 
     # The state: all of it is in a checkpoint.
@@ -218,7 +217,7 @@ class Trainer:
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
-        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        dtype = torch.float64 if self.recipe.train.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
         has_loss = not staged or self.model.pipeline.is_last
