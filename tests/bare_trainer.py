@@ -16,7 +16,7 @@ from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.telemetry.timing import StepTimer
 from windlass.training.bad_steps import BadSteps
-from windlass.training.state import LossScaler, LossSum, TrainState
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.trainer import Trainer
 
 
@@ -48,8 +48,6 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         ),
         "counted": counted(model),
         "parameters": [p for p in model.parameters() if p.requires_grad],
-        "precision": precision,
-        "losses": LossSum(state, ranks),
         "saver": SimpleNamespace(settle=lambda: None),  # nothing is being saved
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }

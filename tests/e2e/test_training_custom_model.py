@@ -100,6 +100,12 @@ def test_training_uses_training_mode_and_the_user_gets_the_module_back_as_it_was
     assert all(seen[-1].values()) and not any(modes(model).values())
 
 
+def assert_like(run: Run, other: Run) -> None:
+    for line, expected in zip(run.lines("train"), other.lines("train"), strict=True):
+        for number in ("loss", "grad_norm"):
+            assert line[number] == pytest.approx(expected[number], rel=1e-9), (run, number)
+
+
 STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard")
 
 
@@ -136,9 +142,7 @@ def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page
         run = Run(tmp_path / strategy)
         assert run.state == "finished", strategy
         assert run.environment["own_model"] == "Dropping", strategy
-        for line, expected in zip(run.lines("train"), alone.lines("train"), strict=True):
-            for number in ("loss", "grad_norm"):
-                assert line[number] == pytest.approx(expected[number], rel=1e-9), (strategy, number)
+        assert_like(run, alone)
         losses = [one.lines("eval")[-1]["loss"] for one in (run, alone)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-9), strategy
 
@@ -243,11 +247,7 @@ def test_parameters_that_only_some_ranks_or_steps_use(tmp_path):
     assert launch([rank], 2) == 0
     train_at("single")
     for strategy in ("ddp", "shard_optim"):
-        for line, one in zip(
-            *(Run(tmp_path / s).lines("train") for s in (strategy, "single")), strict=True
-        ):
-            for number in ("loss", "grad_norm"):
-                assert line[number] == pytest.approx(one[number], rel=1e-9), (strategy, number)
+        assert_like(Run(tmp_path / strategy), Run(tmp_path / "single"))
 
 
 @pytest.mark.dist

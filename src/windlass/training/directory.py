@@ -1,5 +1,5 @@
-"""The run directory of a start: the hosts see it, it is locked, its checkpoint to start from is
-chosen, the new lineage is written.
+"""Lock the run directory of a start, choose its checkpoint, write the new lineage; check that all
+hosts see the directory.
 
 Rank 0 writes the lineage before `recipe.toml`, so a kill between the two leaves a run that resumes.
 """

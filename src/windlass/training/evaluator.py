@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from windlass.errors import UserError
+from windlass.estimate.calendar import measures_all
 from windlass.evaluation.generate import Sampling, generate, text_after
 from windlass.evaluation.passes import Interrupted, Passes
 from windlass.evaluation.suites import Suites, SuiteScores, write_predictions
@@ -44,7 +45,6 @@ class Evaluator:
     suites: Suites
     model: nn.Module
     average: Average  # is measured beside the model
-    whole_at_end: bool  # whether the last evaluation has all validation data
     stop: StopSignals  # a signal interrupts a measurement
 
     def __post_init__(self) -> None:
@@ -71,7 +71,9 @@ class Evaluator:
         step, recorder, measured = self.state.step, self.recorder, dict[str, SuiteScores]()
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
-            whole = self.whole_at_end and step == self.horizon.steps
+            samples = len(self.suites.val or ())
+            is_last = step == self.horizon.steps
+            whole = is_last and measures_all(self.recipe, self.horizon, samples)
             for suite in self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
                 average = self.average if self.average.tensors and step else None

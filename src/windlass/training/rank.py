@@ -8,19 +8,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from windlass.checkpoint.base import base_of, fill_base
-from windlass.checkpoint.format import AVERAGE, Checkpoint
+from windlass.checkpoint.format import AVERAGE
 from windlass.checkpoint.state_dict import restore
-from windlass.data.batch import Samples, real_tokens
+from windlass.data.batch import real_tokens
 from windlass.data.mixture import MixedSamples, Mixture, Stage, continue_stages, stages_of
 from windlass.data.open import Data, open_data
 from windlass.data.recipe_sources import data_dirs
 from windlass.errors import OutOfMemory, UserError
 from windlass.estimate.activations import measure_peaks
-from windlass.estimate.calendar import measures_all, resolve_steps
+from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.devices import USABLE, Device, peak_flops
 from windlass.estimate.inputs import layout_on
 from windlass.evaluation.suites import Suites
@@ -45,7 +43,7 @@ from windlass.training.network import Network
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
 from windlass.training.start import Start, resolve_start
-from windlass.training.state import LossScaler, LossSum, TrainState
+from windlass.training.state import LossScaler, TrainState
 from windlass.training.stop import StopSignals, event_of
 from windlass.training.trainer import Trainer
 
@@ -129,11 +127,24 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
         console.begin(f"reading {checkpoint.path}")
         ranks.mark(checkpoint.step, "load")
         warnings += compare(checkpoint, meta)
-        state = load_state(checkpoint, model, optimizer, average, recipe, ranks)
+        state = TrainState.from_json(checkpoint.counters)
+        if not average.tensors or not checkpoint.names(AVERAGE):
+            state.averaged = 0
+        # A branch may have changed `optim.kind`.
+        same_kind = checkpoint.manifest.meta.get("optimizer") == recipe.optimizer_state
+        averages = average.tensors if state.averaged else {}
+        fill_base(checkpoint, bare, recipe, ranks)
+        restore(checkpoint, model, optimizer if same_kind else None, averages)
+        average.load(state.averaged)
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state, network.precision)
-    mixture = mixture_of(recipe, data.train, horizon, state)
-    losses = LossSum(state, ranks)
+    mixture = None
+    if isinstance(data.train, MixedSamples):
+        past = [Stage(at, tuple(weights)) for at, weights in state.mixture]
+        planned = stages_of(recipe.data, horizon)
+        stages = continue_stages(past, planned, state.step * horizon.samples_per_step)
+        state.mixture = [list(stage) for stage in stages]
+        mixture = Mixture(data.train, stages, recipe.run.seed, recipe.data.order)
 
     # Every part that a user's input can break has worked, so the run begins.
     directory.begin(data.save_tokenizer)
@@ -159,7 +170,6 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
     saver = Saver(
         recorder,
         callbacks,
-        losses,
         scaler,
         average,
         meta=meta,
@@ -173,22 +183,19 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
     suites = Suites(
         recipe, tokenizer, ranks, data.val, batch.micro_batch, own, data.train, data.template
     )
-    whole_at_end = measures_all(recipe, horizon, len(data.val or ()))
     trainer = Trainer(
         samples=data.train,
         mixture=mixture,
         batch=batch,
-        precision=network.precision,
         compiled=network.compiled,
         model=model,
         optimizer=optimizer,
         average=average,
         scaler=scaler,
-        losses=losses,
         callbacks=callbacks,
         recorder=recorder,
         saver=saver,
-        evaluator=Evaluator(recorder, suites, model, average, whole_at_end, stop),
+        evaluator=Evaluator(recorder, suites, model, average, stop),
         stop=stop,
         stop_at=stop_at,
     )
@@ -197,41 +204,6 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
     if start.changes:  # last, so that a start that dies before it reports them does so again
         directory.write_settings()
     return trainer
-
-
-def load_state(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    optimizer: Optimizer,
-    average: Average,
-    recipe: Recipe,
-    ranks: Ranks,
-) -> TrainState:
-    """Fill model, optimizer and average from a checkpoint; returns its counters."""
-    state = TrainState.from_json(checkpoint.counters)
-    if not average.tensors or not checkpoint.names(AVERAGE):
-        state.averaged = 0
-    # A branch may have changed `optim.kind`.
-    same_kind = checkpoint.manifest.meta.get("optimizer") == recipe.optimizer_state
-    averages = average.tensors if state.averaged else {}
-    fill_base(checkpoint, unwrap(model), recipe, ranks)
-    restore(checkpoint, model, optimizer if same_kind else None, averages)
-    average.load(state.averaged)
-    return state
-
-
-def mixture_of(
-    recipe: Recipe, samples: Samples, horizon: Horizon, state: TrainState
-) -> Mixture | None:
-    """The mixture from the state's step on, with its stages put into the state; None if the data is
-    not one."""
-    if not isinstance(samples, MixedSamples):
-        return None
-    past = [Stage(start, tuple(weights)) for start, weights in state.mixture]
-    planned = stages_of(recipe.data, horizon)
-    stages = continue_stages(past, planned, state.step * horizon.samples_per_step)
-    state.mixture = [list(stage) for stage in stages]
-    return Mixture(samples, stages, recipe.run.seed, recipe.data.order)
 
 
 def prepare_device(recipe: Recipe, stack: ExitStack) -> None:

@@ -4,6 +4,7 @@ method at the same step; rank 0 writes."""
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from windlass.data.mixture import Mixture
+from windlass.parallel.collectives import sum_over_ranks
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, last_start, read_lines
@@ -64,6 +66,7 @@ class Recorder:
         self.reported = (state.step, state.samples, state.tokens, 0)
         self.logged = dict[str, float]()  # by callbacks, since the last `log` line
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
+        self._losses = list[Tensor]()  # this rank's parts, of the steps that nobody read
         self._next_beat = 0.0  # of the monotonic clock
         seconds, steps = self.goodput.seconds, self.horizon.steps
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, lambda: {"seconds": seconds()})
@@ -114,6 +117,7 @@ class Recorder:
 
     def stepped(self, result: StepResult) -> None:
         """Report a completed step. Waits for the device only after the first step of a start."""
+        self._losses.append(result.loss.detach().to(torch.float64, copy=True))
         self.padded_tokens += result.padded_tokens
         self.console.tick(self.state.step)
         if not self.started_up:
@@ -133,10 +137,21 @@ class Recorder:
                 text, files = self.profile.write()
             self.emit("profile", text, files=files, warning=not files)
 
+    def read_losses(self) -> None:
+        """Add the losses of the steps since the last call to the counters, in the order of the
+        steps. Waits for the device; all ranks call it."""
+        if self._losses:
+            losses = sum_over_ranks(torch.stack(self._losses), self.ranks)
+            for loss in filter(math.isfinite, losses.tolist()):
+                self.state.loss_sum += loss
+                self.state.losses += 1
+        self._losses = []
+
     def train(
         self, result: StepResult, lr: float, loss_scale: Tensor | None, mixture: Mixture | None
     ) -> None:
         """A `train` line: the loss of this step over all ranks, and speeds since the last line."""
+        self.read_losses()
         state, world, flops = self.state, self.ranks.world, self.flops_per_token
         times = self.timer.read()  # waits for the device
         now = (state.step, state.samples, state.tokens, self.padded_tokens)

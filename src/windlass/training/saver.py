@@ -20,7 +20,7 @@ from windlass.recipe import Horizon
 from windlass.telemetry.trackers import FLUSH_SECONDS
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
-from windlass.training.state import LossScaler, LossSum
+from windlass.training.state import LossScaler
 from windlass.training.stop import StopSignals, event_of
 
 TRACKER_RESERVE_SECONDS = 2.0  # of the grace after a signal, after the trackers have finished
@@ -33,7 +33,6 @@ class Saver(Writer):
         self,
         recorder: Recorder,
         callbacks: Callbacks,  # with model and optimizer
-        losses: LossSum,
         scaler: LossScaler,
         average: Average,
         *,
@@ -58,8 +57,7 @@ class Saver(Writer):
         )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.grace, self.ranks = recipe.checkpoint.grace_seconds, ranks
-        self.losses, self.scaler = losses, scaler
-        self.average, self.meta, self.is_own = average, meta, is_own
+        self.scaler, self.average, self.meta, self.is_own = scaler, average, meta, is_own
         if checkpoint is not None:
             self.newest = self.committed = self.state.step
 
@@ -70,7 +68,7 @@ class Saver(Writer):
         reason = FINAL if state.step == recorder.horizon.steps else reason  # is never deleted
         with recorder.outside("save"):
             self.ranks.mark(state.step, "save")
-            self.losses.read()
+            recorder.read_losses()
             self.scaler.save(state)
             state.averaged = int(self.average.count)
             shard = gather_shard(
@@ -129,7 +127,8 @@ class Saver(Writer):
         has failed.
         """
         step, recorder = self.state.step, self.recorder
-        signal = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
+        since = time.monotonic() - stop.received_at if stop.requested else 0.0
+        signal = [stop.name, since, self.callbacks.stop_reason]
         names, seconds, asked = zip(*self.ranks.all_gather_object("signals", signal), strict=True)
         signalled = any(names)
         # Without a signal a callback or `stop_at` has asked.

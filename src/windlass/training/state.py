@@ -1,10 +1,7 @@
-"""The state of a training beside weights and optimizer: counters, fp16's loss scale, the sum of the
-losses, buffers.
-"""
+"""The state of a training beside weights and optimizer: counters, fp16's loss scale, buffers."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +11,7 @@ from torch import Tensor, nn
 
 from windlass.model.quantised import Linear4bit
 from windlass.model.sharding import unwrap
-from windlass.parallel.collectives import sum_over_ranks
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.mesh import Mesh
 from windlass.recipe import Horizon
 
 SCALE_START = 65536.0  # the first fp16 loss scale
@@ -104,50 +100,16 @@ def set_divisor(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> boo
     return True
 
 
-class LossSum:
-    """Adds the loss of every step to the counters, in the order of the steps. A step leaves its
-    loss on the device; only `read` waits for it."""
-
-    def __init__(self, state: TrainState, ranks: Ranks):
-        self._state, self._ranks = state, ranks
-        self._losses = list[Tensor]()  # of the steps not read
-
-    def add(self, loss: Tensor) -> None:
-        """After a step, with this rank's part of its loss."""
-        self._losses.append(loss.detach().to(torch.float64, copy=True))
-
-    def read(self) -> None:
-        """Bring the counters up to date; all ranks call it at the same step."""
-        if not self._losses:
-            return
-        losses = sum_over_ranks(torch.stack(self._losses), self._ranks)
-        for loss in filter(math.isfinite, losses.tolist()):
-            self._state.loss_sum += loss
-            self._state.losses += 1
-        self._losses = []
-
-
-class Buffers:
-    """The persistent buffers of a model, such as statistics of BatchNorm, which would differ
-    because the ranks see different samples. After each step the first data rank sends its values to
-    the others, as in DDP: a mean of counters or codes would not be valid."""
-
-    def __init__(self, model: nn.Module, ranks: Ranks):
-        self.mesh = ranks.mesh
-        self.owners = list[tuple[nn.Module, str]]()
-        if ranks.mesh.loss_ranks is None:
-            return
-        for module in unwrap(model).modules():
-            if not isinstance(module, Linear4bit):  # its codes are weights
-                fleeting = module._non_persistent_buffers_set
-                names = [name for name, x in module._buffers.items() if x is not None]
-                self.owners += [(module, name) for name in names if name not in fleeting]
-
-    def share(self) -> None:
-        """Take the first data rank's values; every rank calls it after the same step."""
-        for module, name in self.owners:
-            buffer = module._buffers[name]  # may have been replaced
-            assert buffer is not None
-            on_cpu = buffer.device.type == "cpu"
-            group = self.mesh.loss_ranks if on_cpu else self.mesh.loss_group
-            dist.broadcast(buffer.detach(), group=group, group_src=0)
+def share_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Give all ranks the first data rank's persistent buffers, such as statistics of BatchNorm,
+    which differ because the ranks see different samples. DDP does the same: a mean of counters or
+    codes would not be valid. Every rank calls it after the same step."""
+    if mesh.loss_ranks is None:
+        return
+    for module in unwrap(model).modules():
+        if isinstance(module, Linear4bit):  # its codes are weights
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                group = mesh.loss_ranks if buffer.device.type == "cpu" else mesh.loss_group
+                dist.broadcast(buffer.detach(), group=group, group_src=0)

@@ -78,7 +78,3 @@ class StopSignals:
                 self._before_exit(name)
         processes.report_code(code)
         os._exit(code)
-
-    def seconds_since(self) -> float:
-        """Seconds since the first signal on this rank; 0 without a signal."""
-        return time.monotonic() - self.received_at if self.requested else 0.0

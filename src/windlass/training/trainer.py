@@ -42,7 +42,7 @@ from windlass.training.bad_steps import (
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.state import Buffers, LossScaler, LossSum, StepResult, set_divisor
+from windlass.training.state import LossScaler, StepResult, set_divisor, share_buffers
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -52,7 +52,7 @@ MAX_FAILED_SAVES = 3  # in a row; the run would have nothing to resume from
 
 
 class Evaluating(Protocol):
-    """What the loop needs of `Evaluator`, whatever that measures."""
+    """What the loop needs of `Evaluator`; the suites that it measures are no part of the loop."""
 
     @property
     def due(self) -> bool: ...
@@ -69,7 +69,6 @@ class Trainer:
     samples: Samples
     mixture: Mixture | None  # of the samples; None: they are from one source
     batch: BatchPlan
-    precision: str  # `train.precision`, with `auto` resolved
     compiled: bool
 
     # The state: all of it is in a checkpoint.
@@ -77,7 +76,6 @@ class Trainer:
     optimizer: Optimizer
     average: Average
     scaler: LossScaler
-    losses: LossSum
 
     callbacks: Callbacks
     recorder: Recorder
@@ -93,7 +91,6 @@ class Trainer:
         device, offload = self.ranks.device, self.recipe.parallel.offload
         deferred = check_is_deferred(device, self.optimizer, offload)
         self.bad_steps = BadSteps(self.recorder, self.recipe.train, self.scaler, deferred)
-        self.buffers = Buffers(self.model, self.ranks)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
 
@@ -167,7 +164,6 @@ class Trainer:
                 state.samples += horizon.samples_per_step
                 state.tokens += result.tokens
                 state.label_tokens += result.label_tokens
-                self.losses.add(result.loss)
                 recorder.stepped(result)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
@@ -184,7 +180,7 @@ class Trainer:
                 measured = evaluation_due or evaluator.sample_due
                 # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 due = log_due or save_due or measured or stopping
-                self.buffers.share()
+                share_buffers(self.model, ranks.mesh)
                 if due or not self.bad_steps.deferred:
                     self.bad_steps.decide()
                 if log_due or self.callbacks.see_steps:
@@ -192,7 +188,6 @@ class Trainer:
                 lr = recipe.optim.lr * multiplier
                 self.callbacks.stepped(lr, batch, result)
                 if log_due:
-                    self.losses.read()
                     recorder.train(result, lr, self.scaler.scale, self.mixture)
                 if save_due and self.saver.newest != state.step:
                     self.saver.save()
@@ -221,7 +216,7 @@ class Trainer:
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
-        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        dtype = torch.float64 if self.recipe.train.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
         has_loss = not staged or self.model.pipeline.is_last
