@@ -115,9 +115,7 @@ def test_tokens_and_marks_of_random_conversations_equal_those_of_transformers_an
     draw, training, compared = random.Random(kind), trl_template(kind), 0
     for _ in range(860):
         talk = random_talk(draw)
-        if (
-            kind == "phi3"
-        ):  # its role tokens include white space after them; transformers marks them
+        if kind == "phi3":  # its role tokens include white space after them
             talk = [{**message, "content": message["content"].strip()} for message in talk]
         ids, marks = encoded(talk, template, ours)
         how: dict[str, Any] = {"return_assistant_tokens_mask": True, "chat_template": training}
@@ -144,9 +142,8 @@ def test_an_answer_is_learned_with_its_end_which_stops_a_generation(kind, tmp_pa
     learned = counted(ours, ids, marks)
     assert "Who" not in learned and "I am a cat." in learned and "Good morning to you" in learned
     first = encoded(TALK[1:], template, ours, trained=[1])
-    assert (
-        first[0] == ids and "cat" in counted(ours, *first) and "to you" not in counted(ours, *first)
-    )
+    learned = counted(ours, *first)
+    assert first[0] == ids and "cat" in learned and "to you" not in learned
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -342,9 +339,8 @@ def test_a_template_and_its_values_are_settings(tmp_path: Path) -> None:
 
 def test_templates_that_cannot_be_used_are_refused() -> None:
     hidden = "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}"
-    other = turns(
-        "<{{ m.role }}>{{ m.content }}", "{% if add_generation_prompt %}Answer:{% endif %}"
-    )
+    ask = "{% if add_generation_prompt %}Answer:{% endif %}"
+    other = turns("<{{ m.role }}>{{ m.content }}", ask)
     assert Template(hidden).rows(TALK[1:3], BYTES) == [
         [(TALK[1]["content"], False), (TALK[2]["content"], True), (256, True)]
     ]

@@ -304,12 +304,8 @@ class Encoder:
             if tuple(ids[: len(tokenizer.begin)]) != tokenizer.begin:
                 ids, marks = [*tokenizer.begin, *ids], [0] * len(tokenizer.begin) + marks
         else:
-            texts = prompt, prompt + completion
-            start, ids = ([*tokenizer.begin, *tokenizer.encode(t).tolist()] for t in texts)
-            # one text, if this leaves the prompt's own tokens unchanged
-            if ids[: len(start)] != start or len(ids) == len(start):
-                ids = start + tokenizer.encode(completion, before=prompt or "a").tolist()
-            marks = [0] * len(start) + [1] * (len(ids) - len(start))
+            ids, start = tokenizer.encode_pair(prompt, completion)
+            marks = [0] * start + [1] * (len(ids) - start)
         if tokenizer.eot is not None and ids[-1:] != [tokenizer.eot]:
             ids, marks = [*ids, tokenizer.eot], [*marks, 1]
         return ids, marks

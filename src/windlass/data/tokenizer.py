@@ -177,6 +177,14 @@ class Tokenizer:
             "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
         )
 
+    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], int]:
+        """The tokens of `begin`, prompt and answer, and how many of them are not the answer's."""
+        alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
+        # one text, if this leaves the prompt's own tokens unchanged
+        if both[: len(alone)] != alone or len(both) == len(alone):
+            both = alone + self.encode(answer, before=prompt or "a").tolist()
+        return both, len(alone)
+
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Matches the text of special tokens, unless it is escaped; the longest one, as
