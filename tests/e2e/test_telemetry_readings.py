@@ -19,7 +19,7 @@ from windlass.parallel.ranks import alone
 from windlass.reports.charts import charts
 from windlass.reports.view import RunView
 from windlass.run import Run
-from windlass.training import record
+from windlass.training import rank
 
 
 def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_mfu_and_compute_optimal_steps_count_all_rows_of_the_model(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokenizer has about ten tokens; the head multiplies by all 2,000 rows."""
-    monkeypatch.setattr(record, "peak_flops", lambda *_, **__: 1e12)
+    monkeypatch.setattr(rank, "peak_flops", lambda *_, **__: 1e12)
     optimum = {"train.steps": "compute-optimal", "train.tokens_per_parameter": 0.02}
     recipe = recipe_of(corpus, tmp_path / "run", **{"model.vocab": 2000}, **optimum)
     run, model = train(recipe), recipe.model
