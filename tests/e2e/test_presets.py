@@ -22,6 +22,7 @@ SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 3
 SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
 SMOLLM2_LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24}
 SMOLLM2_LARGE |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 49152}
+SMOLLM2_LARGE["dtype"] = "bfloat16"
 QWEN3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
 QWEN3 |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151_936}
 PUBLISHED = {
