@@ -162,6 +162,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ("parallel.offload=true parallel.strategy=shard_optim", "parallel.offload", "FSDP2"),
         ("model.kind=hf", "model.name", "directory"),
         ("data.source=https://x.example/a.txt", "data.sha256", "SHA-256"),
+        ("data.eval_source=https://x.example/a.txt", "data.eval_source", "download it"),
         ("data.eval_source=shards:*.bin", "data.source", "token shards"),
         ('data.source=["hf:a","b.jsonl"] data.eval_split=x', "data.eval_split", "data.eval_source"),
         ("data.source=", "data.source", "empty"),

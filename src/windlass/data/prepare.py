@@ -122,7 +122,8 @@ class Prepared:
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
-    """The prepared data of a recipe, not checked; None if the recipe needs more."""
+    """The prepared data of a recipe, not checked and without its chat template, for a plan. None if
+    the recipe needs more."""
     members, found = members_of(recipe), dict[SourceSpec, Corpus]()
     tokenizer: Tokenizer | None = None
     for spec in (spec for member in members for spec in member.sources):
@@ -133,8 +134,7 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
         tokenizer = tokenizer or load_tokenizer(directory / FOLDER)
         found[spec] = Corpus(directory, index, spec, tokenizer)
     assert tokenizer is not None
-    template = Template.of_directory(next(iter(found.values())).directory / FOLDER)
-    return Prepared([member.opened(found.__getitem__) for member in members], tokenizer, template)
+    return Prepared([member.opened(found.__getitem__) for member in members], tokenizer, Template())
 
 
 def is_enough(directory: Path, index: Index, spec: SourceSpec) -> bool:
@@ -220,9 +220,8 @@ class _Preparation:
         if spec.format != "text":
             template.save(directory / FOLDER)
         if spec.format == "chat":
-            layout = (
-                f"the chat template of {recipe.as_written.data.chat_template or recipe.tokenizer}"
-            )
+            name = recipe.as_written.data.chat_template or recipe.tokenizer
+            layout = f"the chat template of {name}"
             if not template.source:
                 layout = f"{PLAIN_LAYOUT} ({recipe.tokenizer} lacks a chat template)"
             elif template.lacks_end(tokenizer):

@@ -197,19 +197,19 @@ class ShardWriter:
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    def add(self, row: Row) -> None:
-        """Append a row; one with a problem is counted. After a resume the first rows come again: from
-        the start of the item that the next shard begins with."""
+    def add(self, row: Row) -> bool:
+        """Append a row, or count one with a problem; whether the row was appended. After a resume the
+        first rows come again: from the start of the item that the next shard begins with."""
         if row.item != self._item:
             self._item, self._rows, self._skip = row.item, 0, 0
             self._left_out = self.index.left_out
         if row.problem:
             self.index.left_out += 1
-            return
+            return False
         self._rows += 1
         begins, self._goes_on = not self._goes_on, row.more
         if self._rows <= self._skip:  # a full shard has the row
-            return
+            return False
         if not self._files:
             for ending in ("bin", "documents", "mask")[: 3 if self.index.masked else 2]:
                 path = self.directory / f"shard-{len(self.index.shards):05d}.{ending}"
@@ -230,6 +230,7 @@ class ShardWriter:
             if row.marks is None and not row.more:
                 self.index.resume = Resume(row.item + 1, 0, self.index.left_out)
             self._commit()
+        return True
 
     def finish(self, complete: bool) -> Index:
         self.index.complete = complete
