@@ -175,10 +175,8 @@ class Template:
         else:
             first = [0]  # the blocks before each answer
             if len(wanted) < len(places):
-                befores = (
-                    self.text(messages[:n], tokenizer, True, variables, True) for n in places
-                )
-                first = [before.count(BEGIN) for before in befores]
+                begun = [self.text(messages[:n], tokenizer, True, variables, True) for n in places]
+                first = [text.count(BEGIN) for text in begun]
             before, *blocks = self.text(messages, tokenizer, False, variables, True).split(BEGIN)
             rows = [[(before, False)]]
             for number, block in enumerate(blocks, first[0]):

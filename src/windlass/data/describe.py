@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from windlass.data.batch import Samples, real_tokens
+from windlass.data.batch import Samples, unpadded_tokens
 from windlass.data.open import Data
 from windlass.data.samples import ExampleSamples
 from windlass.data.split import Part
@@ -63,7 +63,7 @@ def describe(data: Data) -> Facts:
 def _describe_set(samples: Samples, parts: list[Part]) -> Facts:
     """The facts of samples, from these parts of prepared sources, or from the user's data."""
     facts: Facts = {"samples": len(samples)}
-    read = real_tokens(samples)
+    read = unpadded_tokens(samples)
     if read:
         facts["tokens_per_sample"] = round(read / len(samples), 3)
     counts = {
@@ -74,7 +74,7 @@ def _describe_set(samples: Samples, parts: list[Part]) -> Facts:
     documents = sum(part.documents for part in parts)
     if isinstance(samples, ExampleSamples):
         if samples.document_mask:  # the part of all rows that is tokens
-            facts["fill"] = round(samples.real_tokens / (len(samples) * samples.context), 6)
+            facts["fill"] = round(samples.unpadded_tokens / (len(samples) * samples.context), 6)
         facts["items"] = len(samples.sizes)
         facts["left_out"] = samples.left_out
         facts["cut"] = samples.cut

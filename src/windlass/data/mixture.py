@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.data.batch import Batch, Samples, masks_documents, positions_of, real_tokens
+from windlass.data.batch import Batch, Samples, masks_documents, positions_of, unpadded_tokens
 from windlass.data.order import permute, sample_indices
 from windlass.recipe import DataSettings, Horizon
 from windlass.recipe.settings import IGNORE_INDEX
@@ -92,7 +92,7 @@ def shares_of_run(mixture: Mixture, horizon: Horizon) -> list[dict[str, Any]]:
     samples, rows = mixture.samples, list[dict[str, Any]]()
     counts = mixture.counts(horizon.steps * horizon.samples_per_step).tolist()
     for i, (name, part) in enumerate(zip(samples.names, samples.parts, strict=True)):
-        tokens = real_tokens(part)
+        tokens = unpadded_tokens(part)
         row = {
             "name": name,
             "weights": [round(s.weights[i] / sum(s.weights), 6) for s in mixture.stages],
@@ -203,8 +203,8 @@ class MixedSamples:
             places = [np.arange(size) / size for size in sizes if size]
             self._order = np.argsort(np.concatenate(places), kind="stable")
         self.document_mask = any(map(masks_documents, self.parts))
-        self.real_tokens = sum(real_tokens(part) or 0 for part in self.parts)
-        self.tokens: int = sum(getattr(p, "tokens", real_tokens(p) or 0) for p in self.parts)
+        self.unpadded_tokens = sum(unpadded_tokens(part) or 0 for part in self.parts)
+        self.tokens: int = sum(getattr(p, "tokens", unpadded_tokens(p) or 0) for p in self.parts)
 
     def __len__(self) -> int:
         return int(self.starts[-1])

@@ -15,7 +15,7 @@ from windlass.data.batch import Batch, Samples
 from windlass.data.chat import Template
 from windlass.data.mixture import MixedSamples
 from windlass.data.prepare import Prepared, prepare
-from windlass.data.samples import ExampleSamples, PackedSamples, Tokens
+from windlass.data.samples import ExampleSamples, PackedSamples, SetTokens
 from windlass.data.split import Division, Part, divide
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError
@@ -76,7 +76,7 @@ def _open_set(
         if not own:
             continue
         samples: ExampleSamples | PackedSamples
-        tokens, data = Tokens(own), member.data
+        tokens, data = SetTokens(own), member.data
         if data.format != "text":
             packed = data.packing == "best-fit"
             samples = ExampleSamples(tokens, context, pad=tokenizer.eot or 0, packed=packed)

@@ -5,15 +5,12 @@ needs them, and all ranks check them. Reading divides them into training and val
 from __future__ import annotations
 
 import errno
-import json
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.data.chat import PLAIN_LAYOUT, Template
+from windlass.data.checksums import file_states, remember, verify
 from windlass.data.encode import Encoder, write_source
 from windlass.data.external_shards import index_shards
 from windlass.data.progress import Progress
@@ -27,13 +24,12 @@ from windlass.data.recipe_sources import (
     source_key,
 )
 from windlass.data.recipe_tokenizer import check_tokenizer, open_tokenizer, tokenizer_files
-from windlass.data.shards import INDEX, Corpus, Index, Table, bad_shard, prepare_again
+from windlass.data.shards import INDEX, Corpus, Index, Table, prepare_again
 from windlass.data.sources import changes, describe_source, open_source
 from windlass.data.split import documents_read
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
-from windlass.fileio import read_json, sha256_of, write_atomic
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe
 
@@ -245,60 +241,3 @@ class _Preparation:
         if old is None:  # After a resume, `verify` must still hash the earlier process's files.
             remember(directory, file_states(directory, index))
         return index
-
-
-# -- checksums
-
-VERIFIED = "verified.json"
-# Of each file that was checked: its size, time of change (ns) and SHA-256.
-States = dict[str, list[int | str]]
-
-
-def verify(
-    directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
-) -> None:
-    """Check each file that changed since the last check; the ranks of a host divide them."""
-    rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
-    verified: States = read_json(directory / VERIFIED)
-    problem = ""
-    try:
-        states = file_states(directory, index)
-        own = [file for file in list(states)[rank::world] if verified.get(file) != states[file]]
-        with ThreadPoolExecutor(4) as pool:
-            digests = pool.map(lambda file: sha256_of(directory / file), own)
-            for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
-                # another process may have extended the file meanwhile
-                if sha256 != states[file][2] == file_states(directory, index).get(file, [""])[-1]:
-                    remedy = prepare_again(directory)
-                    raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
-                tick(done / len(own))
-    except UserError as error:
-        problem = str(error)
-    if ranks:
-        problem = next(filter(None, ranks.all_gather_object("damaged shards", problem)), "")
-    if problem:
-        raise UserError(problem)
-    if rank == 0 and states != verified:
-        remember(directory, states)
-
-
-def file_states(directory: Path, index: Index) -> States:
-    """The state of each local file; UserError for a wrong size."""
-    states: States = {}
-    newest = Index.load(directory) or index
-    for shard in newest.shards:
-        for file, (size, sha256) in shard.files(newest.row).items():
-            path = directory / file
-            if path.is_file() and (stat := path.stat()).st_size == size:
-                states[file] = [size, stat.st_mtime_ns, sha256]
-                continue
-            if newest != (Index.load(directory) or index):
-                return file_states(directory, index)
-            raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
-    return states
-
-
-def remember(directory: Path, states: States) -> None:
-    """Record that the files were checked, or written, in these states."""
-    if os.access(directory, os.W_OK):
-        write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")

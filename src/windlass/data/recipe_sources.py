@@ -136,20 +136,20 @@ def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec
             limit=-(-data.max_tokens // len(data.sources)),
             **{name: getattr(data, name) for name in SHARED},
         )
-        names = zip(data.sources, located.sources, strict=True)
-        train = [replace(own, name=name, place=place) for name, place in names]
+        pairs = list(zip(data.sources, located.sources, strict=True))
+        train = [replace(own, name=name, place=place) for name, place in pairs]
         held = replace(own, is_val=True, setting=f"{prefix}eval_source", sha256="")
-        val = [replace(held, name=spec.name, place=spec.place) for spec in train]
         if any(data.eval_sources):
             held = replace(held, split=data.eval_split or data.split, revision="")
-            names = zip(data.eval_sources, located.eval_sources, strict=True)
-            val = [replace(held, name=name, place=place) for name, place in names]
+            pairs = list(zip(data.eval_sources, located.eval_sources, strict=True))
         elif data.eval_split and data.sources[0].startswith("hf:"):
-            val = [replace(spec, split=data.eval_split, setting="data.eval_split") for spec in val]
+            held = replace(held, split=data.eval_split, setting="data.eval_split")
         else:
-            val = [replace(spec, split="validation") for spec in val if spec.name == "squad"]
+            held = replace(held, split="validation")
+            pairs = [pair for pair in pairs if pair[0] == "squad"]
         characters = int(data.max_tokens * Fraction(str(data.val_fraction)))
-        val = [replace(spec, limit=-(-characters // len(val))) for spec in val]
+        held = replace(held, limit=-(-characters // max(1, len(pairs))))
+        val = [replace(held, name=name, place=place) for name, place in pairs]
         members.append(Member(member, data, [] if only_val and val else train, val))
     return members
 

@@ -207,21 +207,28 @@ class Tokenizer:
         """The tokens of the joined pieces, each with the mark of its piece; a token over several
         pieces has their largest mark."""
         pieces = [piece for piece in pieces if piece[0] != ""]
-        if self.kind in ("byte", "char", "gpt2"):  # by bytes, which is faster
-            all_ids, all_marks = list[int](), list[int]()
-            for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
-                values, by_piece = zip(*run, strict=True)
-                if is_special:
-                    all_ids += values
-                    all_marks += by_piece
-                    continue
-                texts = [text.encode("utf-8", "replace") for text in values]
-                run_ids = self.encode(b"".join(texts).decode())
-                starts = np.cumsum(self._sizes[run_ids]) - self._sizes[run_ids]
-                by_byte = np.repeat(by_piece, list(map(len, texts)))
-                all_ids += run_ids.tolist()
-                all_marks += np.maximum.reduceat(by_byte, starts).tolist()
-            return all_ids, all_marks
+        by_bytes = self.kind in ("byte", "char", "gpt2")  # which is faster
+        return self._encode_by_bytes(pieces) if by_bytes else self._encode_by_offsets(pieces)
+
+    def _encode_by_bytes(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
+        """`encode_marked` for a tokenizer whose tokens have whole bytes of the text each."""
+        ids, marks = list[int](), list[int]()
+        for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
+            values, by_piece = zip(*run, strict=True)
+            if is_special:
+                ids += values
+                marks += by_piece
+                continue
+            texts = [text.encode("utf-8", "replace") for text in values]
+            run_ids = self.encode(b"".join(texts).decode())
+            sizes = self.byte_lengths[run_ids]
+            by_byte = np.repeat(by_piece, list(map(len, texts)))
+            ids += run_ids.tolist()
+            marks += np.maximum.reduceat(by_byte, np.cumsum(sizes) - sizes).tolist()
+        return ids, marks
+
+    def _encode_by_offsets(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
+        """`encode_marked` by the characters that the library gives for each token."""
         library, stand_ins, stand_in_ids = self._stand_ins
         texts = [stand_ins[piece] if isinstance(piece, int) else piece for piece, _ in pieces]
         text = valid("".join(texts))
@@ -250,10 +257,6 @@ class Tokenizer:
         return ids.tolist(), marks.tolist()
 
     @cached_property
-    def _sizes(self) -> np.ndarray:
-        return self.byte_lengths()
-
-    @cached_property
     def _stand_ins(self) -> tuple[Any, dict[int, str], list[int]]:
         """A copy of the library's tokenizer with a random text for each special token, which no
         text of a user is; these texts by the special token's id; their ids in the copy."""
@@ -280,6 +283,7 @@ class Tokenizer:
             text += UNKNOWN * len(part) if decoded is None else decoded
         return text
 
+    @cached_property
     def byte_lengths(self) -> np.ndarray:
         """UTF-8 bytes of each id, decoded after another token, int64 [V]; 0 for special tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)

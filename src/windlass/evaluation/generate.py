@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -120,9 +121,7 @@ def generate_divided(
         (n, text_after(passes.tokenizer, prompt, ids))
         for n, prompt, ids in zip(own, prompts, texts, strict=True)
     ]
-    return {
-        n: text for part in passes.ranks.all_gather_object("texts", decoded) for n, text in part
-    }
+    return dict(chain(*passes.ranks.all_gather_object("texts", decoded)))
 
 
 def generate_events(

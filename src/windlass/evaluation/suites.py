@@ -74,15 +74,9 @@ class Suites:
         `whole`: also measure the loss of all validation data, not only of `eval.batches`.
         `average`: also measure the validation loss of these weights of the model.
         """
-        passes = Passes(
-            unwrap(model),
-            self.ranks,
-            self.tokenizer,
-            self.template,
-            partial(autocast, self.recipe, self.ranks.device),
-            poll,
-            progress,
-        )
+        ranks, tokenizer = self.ranks, self.tokenizer
+        low = partial(autocast, self.recipe, ranks.device)
+        passes = Passes(unwrap(model), ranks, tokenizer, self.template, low, poll, progress)
         items: Sequence[Any] = ()
         if suite == SQUAD_SUITE:
             items = self._questions
@@ -92,7 +86,7 @@ class Suites:
         started = time.perf_counter()  # without reading the items
         # Passes of other shapes must not recompile the training.
         fixed = suite == LOSS_SUITE and not self.recipe.data.ragged_
-        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+        devices = [ranks.device] if ranks.device.type == "cuda" else []
         seeded = torch.random.fork_rng(devices=devices)
         with seeded, nullcontext() if fixed else varying_shapes():
             # A module may draw random numbers in evaluation mode, too.
@@ -124,9 +118,8 @@ class Suites:
         size = self.recipe.train.global_batch
         limit = self.recipe.eval.batches * size
         measure = partial(evaluate_loss, passes, batch=self.batch)
-        scores: SuiteScores = measure(
-            self.val, limit=limit, whole=whole, token_bytes=self._token_bytes
-        )
+        token_bytes = getattr(self.tokenizer, "byte_lengths", None)  # another tokenizer may lack it
+        scores: SuiteScores = measure(self.val, limit=limit, whole=whole, token_bytes=token_bytes)
         if average is not None:
             with average.in_model():
                 averaged = measure(self.val, limit=limit, whole=whole)
@@ -138,10 +131,6 @@ class Suites:
             trained = measure(Subset(self.train, count, self.recipe.run.seed))
             scores |= {f"train_{key}": trained[key] for key in ("loss", "tokens", "samples")}
         return scores
-
-    @cached_property
-    def _token_bytes(self) -> Any:  # another tokenizer may lack it
-        return getattr(self.tokenizer, "byte_lengths", lambda: None)()
 
     @cached_property
     def _questions(self) -> list[Question]:
