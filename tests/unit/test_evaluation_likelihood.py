@@ -17,14 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation import likelihood
-from windlass.evaluation.likelihood import (
-    Continuation,
-    Item,
-    continuations,
-    evaluate_hellaswag,
-    evaluate_loss,
-    read_items,
-)
+from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
+from windlass.evaluation.likelihood import Continuation, evaluate_loss
 from windlass.evaluation.passes import Passes
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise

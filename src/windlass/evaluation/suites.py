@@ -19,14 +19,8 @@ from windlass.data.chat import Template
 from windlass.data.items import Question
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluation.harness import run_harness
-from windlass.evaluation.likelihood import (
-    Continuation,
-    Item,
-    continuations,
-    evaluate_hellaswag,
-    evaluate_loss,
-    read_items,
-)
+from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
+from windlass.evaluation.likelihood import Continuation, evaluate_loss
 from windlass.evaluation.passes import Passes
 from windlass.evaluation.squad import eval_questions, evaluate_squad
 from windlass.fileio import write_atomic
