@@ -23,15 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.data.chat import Template
-from windlass.data.items import (
-    QUESTION,
-    Item,
-    Pair,
-    Question,
-    example_of,
-    prompt_end,
-    text_of,
-)
+from windlass.data.items import QUESTION, Item, Pair, Question, example_of, prompt_end, text_of
 from windlass.data.progress import Progress
 from windlass.data.recipe_sources import SourceSpec
 from windlass.data.shards import Index, Row, ShardWriter, Table

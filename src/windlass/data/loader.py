@@ -122,7 +122,7 @@ class Loader(Iterator[StepBatch]):
             indices = indices[np.argsort(lengths, kind="stable")]
         size = self.batch.micro_batch
         micro = list[MicroBatch]()
-        valid = real = 0
+        valid = unpadded = 0
         for index in self.batch.micro_batches(self.data_rank):
             if self._stop.is_set():
                 return None
@@ -130,11 +130,11 @@ class Loader(Iterator[StepBatch]):
             batch = Batch(*self.samples.read(rows))
             unmasked = int((batch.labels != IGNORE_INDEX).sum())
             valid += unmasked
-            real += sum(map(length, rows.tolist())) if length else unmasked
+            unpadded += sum(map(length, rows.tolist())) if length else unmasked
             batch = batch.map(to_tensor)
             pinned = self.device.type == "cuda"
             micro.append(MicroBatch(index, batch.map(Tensor.pin_memory) if pinned else batch))
-        return StepBatch(step, micro, valid, real)
+        return StepBatch(step, micro, valid, unpadded)
 
     def _read_ahead(self, step: int) -> None:
         try:

@@ -27,14 +27,7 @@ from windlass.data.recipe_sources import (
 from windlass.data.shards import INDEX
 from windlass.data.sources import Source, describe_source, open_source
 from windlass.data.split import FEW, held_out
-from windlass.data.tokenizer import (
-    DESCRIPTION,
-    FOLDER,
-    JSON_FILE,
-    LEARNED,
-    Tokenizer,
-    probe_ids,
-)
+from windlass.data.tokenizer import DESCRIPTION, FOLDER, JSON_FILE, LEARNED, Tokenizer, probe_ids
 from windlass.errors import UserError
 from windlass.fileio import sha256_of
 from windlass.recipe import Recipe

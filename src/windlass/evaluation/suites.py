@@ -52,7 +52,9 @@ class Suites:
 
     @property
     def names(self) -> list[str]:
-        return [*(self.recipe.eval.suites if self.val is not None else []), *self.own]
+        """The recipe's suites and the user's; the loss only if there is a validation set."""
+        suites = [s for s in self.recipe.eval.suites if s != LOSS_SUITE or self.val is not None]
+        return [*suites, *self.own]
 
     def measure(
         self,

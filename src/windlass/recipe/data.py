@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from windlass.recipe.network import Names, Section
+from windlass.recipe.section import Names, Section
 from windlass.recipe.units import Duration
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -21,7 +21,8 @@ from windlass.recipe.combinations import CHECKS
 from windlass.recipe.data import DataSettings
 from windlass.recipe.keys import problems_of
 from windlass.recipe.layers import RECIPE, Changes
-from windlass.recipe.network import Frozen, ModelSettings, Section
+from windlass.recipe.network import ModelSettings
+from windlass.recipe.section import Frozen, Section
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
