@@ -30,15 +30,15 @@ def verify(
     problem = ""
     try:
         states = file_states(directory, index)
-        own = [file for file in list(states)[rank::world] if verified.get(file) != states[file]]
+        files = [file for file in list(states)[rank::world] if verified.get(file) != states[file]]
         with ThreadPoolExecutor(4) as pool:
-            digests = pool.map(lambda file: sha256_of(directory / file), own)
-            for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
+            digests = pool.map(lambda file: sha256_of(directory / file), files)
+            for done, (file, sha256) in enumerate(zip(files, digests, strict=True), 1):
                 # another process may have extended the file meanwhile
                 if sha256 != states[file][2] == file_states(directory, index).get(file, [""])[-1]:
                     remedy = prepare_again(directory)
                     raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
-                tick(done / len(own))
+                tick(done / len(files))
     except UserError as error:
         problem = str(error)
     if ranks:

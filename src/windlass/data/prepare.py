@@ -120,7 +120,7 @@ class Prepared:
 def find_prepared(recipe: Recipe) -> Prepared | None:
     """The prepared data of a recipe, not checked and without its chat template, for a plan. None if
     the recipe needs more."""
-    members, found = members_of(recipe), dict[SourceSpec, Corpus]()
+    members, corpora = members_of(recipe), dict[SourceSpec, Corpus]()
     tokenizer: Tokenizer | None = None
     for spec in (spec for member in members for spec in member.sources):
         directory = directory_of(spec, recipe)
@@ -128,9 +128,10 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
         if index is None or not is_enough(directory, index, spec):
             return None
         tokenizer = tokenizer or load_tokenizer(directory / FOLDER)
-        found[spec] = Corpus(directory, index, spec, tokenizer)
+        corpora[spec] = Corpus(directory, index, spec, tokenizer)
     assert tokenizer is not None
-    return Prepared([member.opened(found.__getitem__) for member in members], tokenizer, Template())
+    opened = [member.opened(corpora.__getitem__) for member in members]
+    return Prepared(opened, tokenizer, Template())
 
 
 def is_enough(directory: Path, index: Index, spec: SourceSpec) -> bool:

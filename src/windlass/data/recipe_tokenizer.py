@@ -82,12 +82,12 @@ def open_tokenizer(
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Reject a tokenizer with other ids than the one that the model's weights were trained with."""
     model, wanted = recipe.model, recipe.data.tokenizer
-    own = own_tokenizer(model, "")
-    if own in (wanted, "") or model.from_scratch:
+    expected = own_tokenizer(model, "")
+    if expected in (wanted, "") or model.from_scratch:
         return
-    revision = f"@{model.revision}" if model.revision and own == f"hf:{model.name}" else ""
+    revision = f"@{model.revision}" if model.revision and expected == f"hf:{model.name}" else ""
     try:
-        trained = tokenizer_kinds.named_tokenizer(own + revision)
+        trained = tokenizer_kinds.named_tokenizer(expected + revision)
     except UserError:  # the model has none, or does not exist any more
         return
     ids, trained_ids = (t.inner.get_vocab(with_added_tokens=True) for t in (tokenizer, trained))
@@ -97,7 +97,7 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> None:
     raise UserError(
         f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not the tokenizer of "
         f"{model.init_from or model.name} ({trained.vocab:,} ids), which its weights were trained "
-        f"with; leave data.tokenizer out, or write {own}"
+        f"with; leave data.tokenizer out, or write {expected}"
     )
 
 

@@ -38,8 +38,8 @@ class SetTokens:
     def documents(self) -> np.ndarray:
         """The first token of each document, and the end of the set, int64 [documents + 1]."""
         before = np.cumsum([0, *(part.tokens for part in self.parts)])
-        own = [part.edges[:-1] + edge for part, edge in zip(self.parts, before, strict=False)]
-        return np.concatenate([*own, [len(self)]]).astype(np.int64)
+        starts = [part.edges[:-1] + edge for part, edge in zip(self.parts, before, strict=False)]
+        return np.concatenate([*starts, [len(self)]]).astype(np.int64)
 
     @property
     def shards(self) -> np.ndarray:
@@ -118,8 +118,8 @@ class PackedSamples:
             batch.labels[numbers[:, :-1] != numbers[:, 1:]] = self._following
             documents = numbers[:, :-1] - numbers[:, :1]
             batch = batch._replace(positions=positions_of(documents), documents=documents)
-        for at in np.flatnonzero(counts < self.context).tolist():  # the last row of a ragged set
-            batch.tokens[at, counts[at] :], batch.labels[at, counts[at] :] = 0, IGNORE_INDEX
+        for row in np.flatnonzero(counts < self.context).tolist():  # the last row of a ragged set
+            batch.tokens[row, counts[row] :], batch.labels[row, counts[row] :] = 0, IGNORE_INDEX
         return batch
 
     @cached_property
@@ -135,11 +135,11 @@ class PackedSamples:
 
 class ExampleSamples:
     """Questions or conversations, one a row with masked padding, or `packed`: as many as best-fit
-    packing puts into a row. `documents` of a packed batch numbers them, and the padding is one more.
+    packing puts into a row. In a packed batch `documents` numbers them, and the padding is one more.
 
-    An example of n tokens has n - 1 positions, which count if they are marked. One over `context` + 1
-    tokens loses those before its last `tail`. It is left out if nothing can be learned from the rest
-    (`reach`).
+    An example of n tokens has n - 1 positions, which count if they are marked. An example of more
+    than `context` + 1 tokens loses those before its last `tail`, and is left out if nothing can be
+    learned from the rest (`reach`).
 
     - `sizes`: the positions of each example, int64 [examples];
     - `cut` and `cut_tokens`: examples longer than a row, and the tokens that these lose;

@@ -1,4 +1,4 @@
-"""Write and read the shards of a data directory. Each has tokens (`shard-00000.bin`, little endian),
+"""Write and read the shards of a data directory. Each has tokens (`shard-00000.bin`), little endian,
 a table of documents (`.documents`) and, for examples, a bit for each token that counts in the loss
 (`.mask`). `index.json` lists the complete ones; it may also list the shards of other tools.
 """
@@ -151,8 +151,8 @@ def bad_shard(path: Path | str, problem: str) -> UserError:
 def check_ids(place: str, ids: np.ndarray, vocab: int, before: int) -> None:
     """UserError for an id that the tokenizer does not have; `before`: the shard's earlier ids."""
     if int(ids.max()) >= vocab:
-        at = int(np.argmax(ids >= vocab))
-        id_ = f"the token id {int(ids[at]):,} at place {before + at:,}"
+        first = int(np.argmax(ids >= vocab))
+        id_ = f"the token id {int(ids[first]):,} at place {before + first:,}"
         reason = f"the vocabulary has {vocab:,} ids: another tokenizer wrote it"
         raise bad_shard(place, f"has {id_}, and {reason}")
 

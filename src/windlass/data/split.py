@@ -123,7 +123,7 @@ def divide(
 ) -> Division:
     """The training and validation data of a recipe; UserError if nothing is left for training.
 
-    `train_size` and `eval_size`: the number of questions or conversations, chosen by `seed`; 0: all.
+    `train_size` and `eval_size`: numbers of questions or conversations, chosen by `seed`; 0: all.
     """
     by_member = [[_divided(corpus, member) for corpus in member.sources] for member in members]
     sources = list(chain(*by_member))
@@ -245,10 +245,10 @@ def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.nda
     """The hashes below the fraction. If none of the `first` documents is, also their lowest hash,
     so that a small part of a source has validation data, too."""
     bound = np.uint64(int(Fraction(str(fraction)) * 2**64))
-    held: np.ndarray = hashes < bound
+    is_held: np.ndarray = hashes < bound
     if len(first) and first.min() >= bound:
-        held |= hashes == first.min()
-    return held
+        is_held |= hashes == first.min()
+    return is_held
 
 
 def _hold_out_shards(source: SplitSource, member: Member[Corpus]) -> None:
@@ -312,13 +312,13 @@ def _leave_out_shared(sources: list[SplitSource]) -> int:
 
 def _choose(ranges: list[np.ndarray], hashes: list[np.ndarray], size: int, purpose: str) -> None:
     """Keep `size` documents (0: all) of the sources, by the lowest random numbers."""
-    draws = [draws_of(own, purpose) for own in hashes]
-    present = [draw[sizes_of(own) > 0] for draw, own in zip(draws, ranges, strict=True)]
+    draws = [draws_of(texts, purpose) for texts in hashes]
+    present = [draw[sizes_of(some) > 0] for draw, some in zip(draws, ranges, strict=True)]
     flat = np.concatenate([np.zeros(0, np.uint64), *present])
     if 0 < size < len(flat):
         last = np.partition(flat, size - 1)[size - 1]
-        for draw, own in zip(draws, ranges, strict=True):
-            keep_only(own, draw <= last)
+        for draw, some in zip(draws, ranges, strict=True):
+            keep_only(some, draw <= last)
 
 
 def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:

@@ -234,9 +234,9 @@ class Tokenizer:
         text = valid("".join(texts))
         encoded, done, before = [np.zeros((0, 3), np.int64)], 0, ""
         for stretch in stretches(text):
-            found = library.encode(before + stretch, add_special_tokens=False)
+            encoding = library.encode(before + stretch, add_special_tokens=False)
             # id, first character and end of each token
-            tokens = np.column_stack([found.ids, np.reshape(found.offsets, (-1, 2))])
+            tokens = np.column_stack([encoding.ids, np.reshape(encoding.offsets, (-1, 2))])
             tokens = tokens[tokens[:, 1] >= len(before)].astype(np.int64)
             tokens[:, 1:] += done - len(before)
             encoded.append(tokens)
@@ -244,16 +244,18 @@ class Tokenizer:
         tokens = np.concatenate(encoded)
         # without a special token's text in the common vocabulary, which `encode` drops too
         special = np.flatnonzero(np.isin(tokens[:, 0], list(self.special.values())))
-        own = [n for n in special if self.special.get(text[slice(*tokens[n, 1:])]) == tokens[n, 0]]
-        ids, start, stop = np.delete(tokens, own, axis=0).T
+        dropped = [
+            n for n in special if self.special.get(text[slice(*tokens[n, 1:])]) == tokens[n, 0]
+        ]
+        ids, start, stop = np.delete(tokens, dropped, axis=0).T
         ends = np.cumsum(list(map(len, texts)))
         first = np.searchsorted(ends, start, "right")
         last = np.searchsorted(ends, np.maximum(stop, start + 1), "left")
         spans = np.stack([first, last + 1], axis=1).ravel()
         marks = np.maximum.reduceat([*(mark for _, mark in pieces), False], spans)[::2]
         if given := [piece for piece in pieces if isinstance(piece[0], int)]:
-            at = np.isin(ids, stand_in_ids)
-            ids[at], marks[at] = zip(*given, strict=True)
+            is_stand_in = np.isin(ids, stand_in_ids)
+            ids[is_stand_in], marks[is_stand_in] = zip(*given, strict=True)
         return ids.tolist(), marks.tolist()
 
     @cached_property
