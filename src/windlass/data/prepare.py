@@ -139,9 +139,6 @@ def is_enough(directory: Path, index: Index, spec: SourceSpec) -> bool:
     return index.complete or documents_read(Table(directory, index), spec) is not None
 
 
-Todo = Literal["use", "extend", "renew"]
-
-
 @dataclass(frozen=True)
 class _Preparation:
     """What all sources of one `prepare` call share."""
@@ -177,7 +174,7 @@ class _Preparation:
 
     def _look(
         self, spec: SourceSpec, directory: Path, now: dict[str, Any]
-    ) -> tuple[Todo, Index | None, str]:
+    ) -> tuple[Literal["use", "extend", "renew"], Index | None, str]:
         """What to do for a source described as `now`, its index, and a sentence on a change."""
         index, change = Index.load(directory), ""
         if index is None:

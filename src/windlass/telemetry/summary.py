@@ -108,11 +108,9 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
     speed = throughput(ledger)
     speeds = speed._asdict() if speed else {}
     means = {f"{name}_mean": value for name, value in speeds.items() if value is not None}
-    for line in ledger:
-        if line.get("event") == "first_step":
-            means.setdefault("startup_s", line["startup_s"])
-    evaluated = evaluation_speed(ledger)
-    if evaluated is not None:
+    if firsts := [line for line in ledger if line.get("event") == "first_step"]:
+        means["startup_s"] = firsts[0]["startup_s"]
+    if evaluated := evaluation_speed(ledger):
         means["eval_samples_per_s"] = evaluated
     return means
 
