@@ -114,12 +114,12 @@ def generate_divided(
 ) -> dict[int, str]:
     """A text for each number, generated on one rank; every rank gets all texts."""
     mesh = passes.ranks.mesh
-    own = numbers[mesh.data_rank :: mesh.data_world]
-    prompts = [prompt_of(number) for number in own]
-    texts = generate(passes, prompts, sampling, own)
+    own_numbers = numbers[mesh.data_rank :: mesh.data_world]
+    prompts = [prompt_of(number) for number in own_numbers]
+    texts = generate(passes, prompts, sampling, own_numbers)
     decoded = [
         (n, text_after(passes.tokenizer, prompt, ids))
-        for n, prompt, ids in zip(own, prompts, texts, strict=True)
+        for n, prompt, ids in zip(own_numbers, prompts, texts, strict=True)
     ]
     return dict(chain(*passes.ranks.all_gather_object("texts", decoded)))
 

@@ -139,19 +139,19 @@ def log_likelihoods(passes: Passes, rows: Sequence[Continuation]) -> list[Likeli
     with evaluating(model), torch.no_grad():
         for first in range(0, len(groups), mesh.data_world):
             at = first + mesh.data_rank
-            own = groups[at] if at < len(groups) else []
+            members = groups[at] if at < len(groups) else []
             # A rank without work in the last round takes part with one token.
-            columns = [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])]
+            columns = [torch.tensor(texts[i]) for i in members] or [torch.tensor([0, 0])]
             batch = pad_sequence(columns, batch_first=True)
             if device.type == "cuda":
                 batch = batch.pin_memory()
             batch = batch.to(device, non_blocking=True)
             with casting_once(passes.autocast):
                 logits = model(batch[:, :-1])
-            for row, i in enumerate(own):
+            for row, i in enumerate(members):
                 part = slice(lengths[i] - counts[i], lengths[i])
                 results.append(score(logits[row, part], batch[row, 1:][part]))
-            scored += own
+            scored += members
             passes.check()
             passes.show(min(first + mesh.data_world, len(groups)), len(groups))
     sums, greedy_rows = [0.0] * len(rows), [0.0] * len(rows)

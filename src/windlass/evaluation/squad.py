@@ -70,8 +70,8 @@ def eval_questions(recipe: Recipe) -> list[Question]:
 def read_questions(source: str, split: str, recipe: Recipe, setting: str) -> list[Question]:
     """All questions of a source, without unreadable ones that `data.on_bad_item` leaves out."""
     data, questions = recipe.data, list[Question]()
-    how: dict[str, Any] = {"columns": tuple(data.columns.items()), "on_bad_item": data.on_bad_item}
-    spec = SourceSpec(source, source, "squad", split=split, setting=setting, **how)
+    keys: dict[str, Any] = {"columns": tuple(data.columns.items()), "on_bad_item": data.on_bad_item}
+    spec = SourceSpec(source, source, "squad", split=split, setting=setting, **keys)
     for item in open_source(spec, lambda _: None).items():
         try:
             questions.append(cast(Question, example_of(item, spec)))

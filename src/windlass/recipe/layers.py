@@ -271,10 +271,10 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     below = beside if beside.is_file() else _find(str(base))
     files = []
     for settings in _files(below, (*seen, path.resolve())):
-        own = settings
+        inherited = settings
         if "run.base" in settings:  # a run's recipe, for another run
             home = home_of(settings["run.base"]) or Path.cwd()
-            own = {key: located(key, value, home) for key, value in settings.items()}
-            own = {key: own[key] for key in own if key not in ("run.base", "run.dir")}
-        files.append(own)
+            kept = (key for key in settings if key not in ("run.base", "run.dir"))
+            inherited = {key: located(key, settings[key], home) for key in kept}
+        files.append(inherited)
     return [*files, mine]

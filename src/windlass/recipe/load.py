@@ -108,8 +108,8 @@ class Recipe(Frozen):
 
     def replace(self, *changes: Changes, **values: Any) -> Recipe:
         """A checked copy: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or text."""
-        how: dict[str, Any] = {"exclude_unset": True, "exclude_none": True}
-        tree = self.as_written.model_dump(mode="json", by_alias=True, **how)
+        options: dict[str, Any] = {"exclude_unset": True, "exclude_none": True}
+        tree = self.as_written.model_dump(mode="json", by_alias=True, **options)
         new = dict[str, Any]()
         for change in (*changes, values):
             new |= layering.dotted(change)
@@ -125,8 +125,8 @@ class Recipe(Frozen):
         """Every setting that has an effect, as nested plain values."""
         unused = {"model": set(self.model.unused), "data": set(self.data.unused)}
         # TOML lacks None.
-        how: dict[str, Any] = {"exclude": unused, "exclude_none": True}
-        return self.as_written.model_dump(mode="json", by_alias=True, **how)
+        options: dict[str, Any] = {"exclude": unused, "exclude_none": True}
+        return self.as_written.model_dump(mode="json", by_alias=True, **options)
 
     def flat(self) -> dict[str, Any]:
         """The same, each under its dotted key."""
