@@ -1,5 +1,5 @@
-"""Decide which sample is seen when, by seed, epoch and place alone, in constant memory. Sample number
-`n` is place `n % samples_per_epoch` of epoch `n // samples_per_epoch`. The hash is our own
+"""Sample order, as a pure function of seed, epoch and place, in constant memory. Sample number `n`
+is place `n % samples_per_epoch` of epoch `n // samples_per_epoch`. The hash is our own
 arithmetic on 64-bit integers, so that no release of a library changes it.
 """
 

@@ -171,8 +171,8 @@ class Row(NamedTuple):
 
 
 class ShardWriter:
-    """Writes rows as shards, each full after the row that reaches `shard_tokens`, and then the index.
-    An error in its `with` block removes the shard that is not complete."""
+    """Writes rows as shards, each full after the row that reaches `shard_tokens`; then the index. An
+    error in its `with` block removes the shard that is not complete."""
 
     def __init__(self, directory: Path, index: Index, dtype: str):
         self.directory, self.dtype = directory, dtype
@@ -198,8 +198,8 @@ class ShardWriter:
         self._open.__exit__(*error)
 
     def add(self, row: Row) -> bool:
-        """Append a row, or count one with a problem; whether the row was appended. After a resume the
-        first rows come again: from the start of the item that the next shard begins with."""
+        """Append a row, or count one with a problem; whether it was appended. After a resume, rows
+        come again from the start of the item that the next shard begins with."""
         if row.item != self._item:
             self._item, self._rows, self._skip = row.item, 0, 0
             self._left_out = self.index.left_out

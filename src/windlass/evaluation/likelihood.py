@@ -1,4 +1,4 @@
-"""The likelihood of given tokens: the loss of a validation set, and endings after their contexts."""
+"""The likelihood of given tokens: a validation set's loss, and endings after their contexts."""
 
 from __future__ import annotations
 
