@@ -153,11 +153,11 @@ class _Preparation:
     def corpus(self, spec: SourceSpec) -> Corpus:
         """A source, prepared as far as its limit."""
         directory, now = directory_of(spec, self.recipe), describe_source(spec)
-        todo, index, change = self._look(spec, directory, now)
+        todo, index, change = self._decide(spec, directory, now)
         if todo != "use":
             with lock_directory(directory, self.progress.note):
                 # another process may have prepared it meanwhile
-                todo, index, change = self._look(spec, directory, now)
+                todo, index, change = self._decide(spec, directory, now)
                 if todo == "renew":
                     # the index first, so that a kill leaves none without its shards
                     (directory / INDEX).unlink(missing_ok=True)
@@ -172,7 +172,7 @@ class _Preparation:
         is_new = todo != "use"
         return Corpus(directory, index, spec, self.tokenizer, is_new=is_new, change=change)
 
-    def _look(
+    def _decide(
         self, spec: SourceSpec, directory: Path, now: dict[str, Any]
     ) -> tuple[Literal["use", "extend", "renew"], Index | None, str]:
         """What to do for a source described as `now`, its index, and a sentence on a change."""

@@ -254,7 +254,7 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     # rows by their room, the tokens that still fit; and the rooms that have rows, ascending
     rows_with, rooms = defaultdict[int, list[np.ndarray]](list), list[int]()
 
-    def put(room: int, rows: np.ndarray) -> None:
+    def offer(room: int, rows: np.ndarray) -> None:
         if room and len(rows):
             if not rows_with[room]:
                 bisect.insort(rooms, room)
@@ -268,24 +268,24 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
             least = bisect.bisect_left(rooms, size)
             if least < len(rooms):
                 room = rooms[least]
-                some = rows_with[room].pop()
+                chosen = rows_with[room].pop()
                 if not rows_with[room]:
                     del rooms[least]
             else:  # new rows
                 room, first = context, rows
                 rows += -(-(end - done) // (context // size))
-                some = np.arange(first, rows)
+                chosen = np.arange(first, rows)
             each = room // size
             needed = -(-(end - done) // each)
-            put(room, some[needed:])
-            some = some[:needed]
-            placed = min(len(some) * each, end - done)
-            row_of[done : done + placed] = np.repeat(some, each)[:placed]
+            offer(room, chosen[needed:])
+            chosen = chosen[:needed]
+            placed = min(len(chosen) * each, end - done)
+            row_of[done : done + placed] = np.repeat(chosen, each)[:placed]
             done += placed
-            if missing := len(some) * each - placed:  # the last row has fewer of these items
-                put(room - (each - missing) * size, some[-1:])
-                some = some[:-1]
-            put(room - each * size, some)
+            if missing := len(chosen) * each - placed:  # the last row has fewer of these items
+                offer(room - (each - missing) * size, chosen[-1:])
+                chosen = chosen[:-1]
+            offer(room - each * size, chosen)
     row_of = permute(np.arange(rows), rows, "windlass/packing/rows")[row_of]
     order = items[np.argsort(row_of, kind="stable")]
     return order, np.append(0, np.cumsum(np.bincount(row_of, minlength=rows)))

@@ -313,12 +313,12 @@ def _leave_out_shared(sources: list[SplitSource]) -> int:
 def _choose(ranges: list[np.ndarray], hashes: list[np.ndarray], size: int, purpose: str) -> None:
     """Keep `size` documents (0: all) of the sources, by the lowest random numbers."""
     draws = [draws_of(texts, purpose) for texts in hashes]
-    present = [draw[sizes_of(some) > 0] for draw, some in zip(draws, ranges, strict=True)]
+    present = [draw[sizes_of(documents) > 0] for draw, documents in zip(draws, ranges, strict=True)]
     flat = np.concatenate([np.zeros(0, np.uint64), *present])
     if 0 < size < len(flat):
         last = np.partition(flat, size - 1)[size - 1]
-        for draw, some in zip(draws, ranges, strict=True):
-            keep_only(some, draw <= last)
+        for draw, documents in zip(draws, ranges, strict=True):
+            keep_only(documents, draw <= last)
 
 
 def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
