@@ -269,12 +269,10 @@ class Encoder:
                 has_completion = bool(example.completion.strip())
                 encoded = [self._encode_pair(*example.texts)] if has_completion else []
             else:
+                trained = example.trained(spec.answers)
+                is_completion = spec.answers == "auto" and example.prompt > 0
                 rendered = self.template.rows(
-                    example.messages,
-                    tokenizer,
-                    example.variables,
-                    trained=example.trained(spec.answers),
-                    is_completion=spec.answers == "auto" and example.prompt > 0,
+                    example.messages, tokenizer, example.variables, trained, is_completion
                 )
                 encoded = [tokenizer.encode_marked(pieces) for pieces in rendered]
         except UserError as error:

@@ -184,7 +184,7 @@ class _Preparation:
             change = f"the files of data.tokenizer or data.chat_template have {since}"
         elif now and (difference := changes(index.source, now)):
             change = f"{spec.setting}: {spec.name} has {since}: {difference}"
-        enough, keep = is_enough(directory, index, spec), ""
+        enough = is_enough(directory, index, spec)
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
         if self.choice == "prepare" and (change or is_other):
             return "renew", index, change
@@ -192,8 +192,7 @@ class _Preparation:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
         if change and not (self.choice == "keep" and enough):
-            if enough:
-                keep = 'data.changed="keep" trains on the prepared tokens, '
+            keep = 'data.changed="keep" trains on the prepared tokens, ' if enough else ""
             raise UserError(f'{change}; {keep}data.changed="prepare" prepares it again')
         return "use" if enough else "extend", index, change
 
