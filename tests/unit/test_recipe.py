@@ -250,6 +250,7 @@ def test_the_config_hash_is_of_the_semantic_settings():
     assert len({base.config_hash, *(base.replace(o).config_hash for o in other)}) == 1 + len(other)
     assert base.name == f"quickstart-{base.config_hash[:8]}"
     assert str(base.run_dir) == f"runs/{base.name}"
+    assert base.replace({"run.dir": "~/x"}).run_dir == Path.home() / "x"
 
 
 def test_batch_arithmetic():

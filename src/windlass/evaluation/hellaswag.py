@@ -30,7 +30,7 @@ class Item(NamedTuple):  # `items_hash` is of the repr
 
 def read_items(file: str = "", limit: int = 0) -> list[Item]:
     """The first `limit` (0: all) items, from a JSONL file or `datasets`; UserError if none."""
-    if file and not Path(file).is_file():
+    if file and not Path(file).expanduser().is_file():
         raise UserError(f"eval.hellaswag_file: {file} does not exist")
     place = file or HELLASWAG
     setting = "eval.hellaswag_file" if file else "eval.hellaswag_file is empty"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -166,7 +167,7 @@ class Recipe(Frozen):
     @property
     def run_dir(self) -> Path:
         """The run's directory: `run.dir`, or `runs/<name>`."""
-        return Path(self.run.dir or f"runs/{self.name}")
+        return Path(os.path.expanduser(self.run.dir or f"runs/{self.name}"))
 
     @property
     def tokenizer(self) -> str:
@@ -283,11 +284,9 @@ class Recipe(Frozen):
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Recipe:
         """A recipe from a file's settings, nested or dotted, perhaps with `extends`."""
-        changes = {
-            key: value for key, value in layering.dotted(settings).items() if key != "extends"
-        }
-        if "extends" in settings:
-            return Recipe.load(settings["extends"], changes)
+        changes = layering.dotted(settings)
+        if "extends" in changes:
+            return Recipe.load(changes.pop("extends"), changes)
         layering.check_preset(changes, "from_dict")
         tree = dict[str, Any]()
         _put(tree, changes)
