@@ -118,8 +118,8 @@ class PackedSamples:
             batch.labels[numbers[:, :-1] != numbers[:, 1:]] = self._following
             documents = numbers[:, :-1] - numbers[:, :1]
             batch = batch._replace(positions=positions_of(documents), documents=documents)
-        for row in np.flatnonzero(counts < self.context).tolist():  # the last row of a ragged set
-            batch.tokens[row, counts[row] :], batch.labels[row, counts[row] :] = 0, IGNORE_INDEX
+        for last in np.flatnonzero(counts < self.context).tolist():  # the last row of a ragged set
+            batch.tokens[last, counts[last] :], batch.labels[last, counts[last] :] = 0, IGNORE_INDEX
         return batch
 
     @cached_property
