@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from windlass.data.samples import Tokens
+from windlass.data.samples import SetTokens
 from windlass.recipe import Recipe
 
 
@@ -122,7 +122,7 @@ def reference_split(texts: list[str], fraction: float) -> tuple[list[str], list[
 
 def read_documents(parts) -> list[list[int]]:
     """The tokens of each document of the parts of a set."""
-    tokens = Tokens(parts)
+    tokens = SetTokens(parts)
     edges = tokens.documents.tolist()
     row = tokens.read(0, len(tokens))
     return [row[a:b].tolist() for a, b in itertools.pairwise(edges)]

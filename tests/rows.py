@@ -18,7 +18,7 @@ class Rows:
         self._items = [(np.asarray(tokens, np.int64), np.array(marks)) for tokens, marks in items]
         self.pad = pad
         self.sizes = np.array([len(tokens) - 1 for tokens, _ in self._items], np.int64)
-        self.real_tokens = int(self.sizes.sum())
+        self.unpadded_tokens = int(self.sizes.sum())
         self.valid_tokens = sum(int(marks[1:].sum()) for _, marks in self._items)
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from windlass.data.recipe_sources import Member, SourceSpec
-from windlass.data.samples import ExampleSamples, Tokens
+from windlass.data.samples import ExampleSamples, SetTokens
 from windlass.data.shards import Corpus, Index, Row, ShardWriter
 from windlass.data.split import divide
 from windlass.data.tokenizer_kinds import byte_tokenizer
@@ -63,5 +63,5 @@ def opened(
 ) -> ExampleSamples:
     """The samples of examples."""
     member = Member("", DataSettings(val_fraction=0), [corpus_of(rows, folder, **more)], [])
-    tokens = Tokens(divide([member]).train[0])
+    tokens = SetTokens(divide([member]).train[0])
     return ExampleSamples(tokens, context, pad=pad, packed=packed)

@@ -19,14 +19,8 @@ from windlass.evaluation import generate as generation
 from windlass.evaluation.api import precision_of
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.harness import generate_until
-from windlass.evaluation.likelihood import (
-    Continuation,
-    Item,
-    continuations,
-    evaluate_hellaswag,
-    evaluate_loss,
-    log_likelihoods,
-)
+from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag
+from windlass.evaluation.likelihood import Continuation, evaluate_loss, log_likelihoods
 from windlass.evaluation.passes import Interrupted, Passes
 from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model

@@ -18,7 +18,7 @@ from windlass import train
 from windlass.data.batch import Batch
 from windlass.data.loader import to_tensor
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.samples import PackedSamples, Tokens
+from windlass.data.samples import PackedSamples, SetTokens
 from windlass.data.shards import Corpus, Index, Row, ShardWriter
 from windlass.data.split import Part
 from windlass.data.tokenizer_kinds import byte_tokenizer
@@ -69,7 +69,7 @@ def texts(folder: Path) -> tuple[list[Batch[Any]], list[Batch[Any]]]:
     edges = np.cumsum([0, *sizes])
     corpus = Corpus(folder, index, SourceSpec("x", "x"), tokenizer)
     part = Part(corpus, edges[[0, -1]][None], edges, np.arange(len(sizes)))
-    rows = PackedSamples(Tokens([part]), CONTEXT, ragged=True, following=eot)
+    rows = PackedSamples(SetTokens([part]), CONTEXT, ragged=True, following=eot)
     joined = [rows.read(np.arange(i, min(i + 3, len(rows)))) for i in range(0, len(rows), 3)]
     parts, place = list[Batch[Any]](), 0
     for document in documents:

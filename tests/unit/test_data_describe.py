@@ -89,7 +89,7 @@ def test_a_mixture_of_formats_and_the_end_of_its_single_text(tmp_path) -> None:
     for name, (samples, batch) in zip(("train", "val"), rows, strict=True):
         assert facts[name]["label_tokens"] == (batch.labels != -100).sum() == samples.valid_tokens
         lengths = sum(map(samples.length, range(len(samples))))
-        assert lengths == samples.real_tokens > samples.valid_tokens
+        assert lengths == samples.unpadded_tokens > samples.valid_tokens
         assert facts[name]["tokens_per_sample"] == round(lengths / len(samples), 3)
     shown = lines(facts, 256)
     assert f"{facts['train']['label_tokens']:,} of them" in shown["training"]

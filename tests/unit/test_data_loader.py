@@ -119,8 +119,8 @@ def run(samples, steps, *, global_batch=12, micro=0, world=1, **options):
                 assert batch.step == options.get("first_step", 0) + at + 1
                 unmasked = [int((m.batch.labels != -100).sum()) for m in batch.micro]
                 assert batch.valid_tokens == sum(unmasked)
-                assert batch.real_tokens == batch.valid_tokens  # no prompt is masked in these
-                dealt = {m.k: m.batch.tokens[:, 0].tolist() for m in batch.micro}
+                assert batch.unpadded_tokens == batch.valid_tokens  # no prompt is masked in these
+                dealt = {m.index: m.batch.tokens[:, 0].tolist() for m in batch.micro}
                 assert not set(found[at]) & set(dealt)
                 found[at] |= dealt
     return [[i for k in sorted(step) for i in step[k]] for step in found]

@@ -154,7 +154,7 @@ def test_every_world_and_micro_batch_reads_the_same_samples(world, micro):
             for step, batch in zip(range(10), loader, strict=False):
                 for part in batch.micro:
                     source, number = part.batch.tokens.numpy().T
-                    here = slice(part.k * micro, (part.k + 1) * micro)
+                    here = slice(part.index * micro, (part.index + 1) * micro)
                     found[step, here] = mixed.samples.starts[source] + number
                     assert (part.batch.sources.numpy() == source).all()
     assert (found == expected).all()
@@ -256,8 +256,10 @@ def test_conversations_beside_text(texts, tmp_path, packing):
     with Loader(data.train, plan, 0, 3, mixture=mixed, length_buckets=True) as loader:
         batch = next(loader)
     read = mixed.indices(np.arange(24))
-    assert batch.real_tokens == sum(map(data.train.length, read.tolist()))
-    assert batch.valid_tokens == (data.train.read(read).labels != -100).sum() < batch.real_tokens
+    assert batch.unpadded_tokens == sum(map(data.train.length, read.tolist()))
+    assert (
+        batch.valid_tokens == (data.train.read(read).labels != -100).sum() < batch.unpadded_tokens
+    )
 
 
 def test_a_source_without_a_sample_is_named(texts, tmp_path):

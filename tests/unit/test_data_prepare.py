@@ -202,6 +202,23 @@ def test_extended_it_has_the_bytes_of_one_that_was_prepared_at_once(tmp_path, ki
     assert open_data(make(tmp_path / "data")).fingerprint == whole.fingerprint
 
 
+@pytest.mark.parametrize("kind", ["chat", "squad"])
+def test_extended_validation_examples_are_those_of_a_limit_prepared_at_once(tmp_path, kind):
+    """The example at the end of the last full shard comes again, and counts once for the limit."""
+    how = write_source(tmp_path / "s", kind, ["x"] * 600) | {"workers": 1, "val_fraction": 0.5}
+    held = write_source(tmp_path / "v", kind, ["x"] * 600)["source"]
+    source = how.pop("source")
+    for limit in (2000, 5000, 8000):
+        extended, at_once = (
+            recipe_for(source, tmp_path / root, eval_source=held, max_tokens=limit, **how)
+            for root in ("data", str(limit))
+        )
+        prepare(extended)
+        prepare(at_once)
+        assert files_of(tmp_path / "data") == files_of(tmp_path / f"{limit}")
+        assert find_prepared(extended) is not None
+
+
 PREPARE = """
 import json, re, sys
 from pathlib import Path

@@ -16,7 +16,7 @@ import tokenizer_fixtures
 from data_fixtures import documents, jsonl, questions, recipe_for, text_hash
 from helpers import refused
 from sample_fixtures import Example, examples, opened
-from windlass.data.batch import masks_documents, real_tokens
+from windlass.data.batch import masks_documents, unpadded_tokens
 from windlass.data.loader import eval_batches
 from windlass.data.open import Data, open_data
 from windlass.data.samples import best_fit
@@ -58,7 +58,7 @@ def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, 
         assert batch.labels[number].tolist() == wanted + [-100] * padding
         assert set(wanted) != {-100} and samples.length(number) == sizes[number]
     assert samples.valid_tokens == sum(sum(marks[1:]) for _, (_, marks) in kept)
-    assert real_tokens(samples) == sum(sizes)
+    assert unpadded_tokens(samples) == sum(sizes)
     over = [len(one.tokens) - context - 1 for one, _ in kept if len(one.tokens) > context + 1]
     assert (samples.cut, samples.cut_tokens) == (len(over), sum(over))
     begins = np.cumsum([0, *(len(one.tokens) for one in rows)])[:-1]
@@ -70,8 +70,8 @@ def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, 
 
 
 def test_the_tokens_of_a_users_set():
-    assert real_tokens(SimpleNamespace(valid_tokens=3)) == 3
-    assert real_tokens(SimpleNamespace()) is None
+    assert unpadded_tokens(SimpleNamespace(valid_tokens=3)) == 3
+    assert unpadded_tokens(SimpleNamespace()) is None
 
 
 def test_a_question_keeps_its_answer_and_needs_it_in_the_context(tmp_path):
@@ -159,7 +159,7 @@ def test_each_item_is_whole_and_alone_in_its_part_of_a_row(tmp_path, tails):
         assert (batch.tokens[at][padding] == 255).all()
     assert sorted(seen) == list(range(len(rows)))
     assert (batch.labels != -100).sum() == packed.valid_tokens == rows.valid_tokens
-    assert real_tokens(packed) == real_tokens(rows) == sum(rows.sizes)
+    assert unpadded_tokens(packed) == unpadded_tokens(rows) == sum(rows.sizes)
 
 
 def test_rows_without_file_order_or_of_texts_are_refused():

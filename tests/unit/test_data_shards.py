@@ -18,7 +18,7 @@ from data_fixtures import documents, jsonl, recipe_for
 from helpers import refused
 from windlass.data.open import open_data
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.samples import PackedSamples, Tokens
+from windlass.data.samples import PackedSamples, SetTokens
 from windlass.data.shards import Corpus, Index, Row, ShardWriter, Table
 from windlass.data.split import Part
 from windlass.data.tokenizer import Description
@@ -140,7 +140,7 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     ranges = list(zip(cuts[::2], cuts[1::2], strict=False))
     inside = [t for start, stop in ranges for t in range(start, stop)]
     part = part_of(folder, index, ranges, [len(inside)], [])
-    samples = PackedSamples(Tokens([part]), context, ragged=ragged)
+    samples = PackedSamples(SetTokens([part]), context, ragged=ragged)
     pairs = list(itertools.pairwise(inside))
     width = max(1, len(pairs)) if ragged and len(inside) <= context else context
     rows = [pairs[i : i + width] for i in range(0, len(pairs), width)]
@@ -184,7 +184,7 @@ def hashed(monkeypatch):
     """The names of the files that are hashed."""
     names = []
     monkeypatch.setattr(
-        "windlass.data.prepare.sha256_of", lambda path: names.append(path.name) or sha256_of(path)
+        "windlass.data.checksums.sha256_of", lambda path: names.append(path.name) or sha256_of(path)
     )
     return names
 
@@ -226,7 +226,7 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
 ):
     recipe, data, directory = prepared
     (directory / "verified.json").unlink()
-    monkeypatch.setattr("windlass.data.prepare.remember", lambda directory, states: None)
+    monkeypatch.setattr("windlass.data.checksums.remember", lambda directory, states: None)
     assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
     files = [path.name for path in directory.glob("shard-*")]
     assert len(files) > 4 and sorted(hashed) == sorted(files)

@@ -162,7 +162,7 @@ def test_bytes_of_each_token_add_up(kind, make, tmp_path):
     if kind == "exported":
         save_tokenizer(tokenizer, Template(), 64, tmp_path)
         tokenizer = named_tokenizer(f"hf:{tmp_path}")
-    ids, lengths = tokenizer.encode(text), tokenizer.byte_lengths()
+    ids, lengths = tokenizer.encode(text), tokenizer.byte_lengths
     before = len(" ") if spec.get("pieces") == "prepend" else 0
     assert lengths.shape == (tokenizer.vocab,)
     assert not lengths[list(tokenizer.special.values())].any()
@@ -205,7 +205,7 @@ def test_a_token_has_the_largest_mark_of_its_pieces(kind, make):
     ids, marks = tokenizer.encode_marked(list(zip(pieces, (0, 2, 5, 1, 3), strict=True)))
     assert ids == tokenizer.encode("".join(pieces)).tolist() and len(marks) == len(ids)
     assert {0, 2, 3} <= set(marks) <= {0, 1, 2, 3} and marks.count(2) <= 2
-    sizes, end = tokenizer.byte_lengths()[ids], tokenizer.eot
+    sizes, end = tokenizer.byte_lengths[ids], tokenizer.eot
     if kind not in ("mistral", "llama2", "phi3"):  # they put a space before a text
         ends = np.cumsum(sizes)
         first = int(np.searchsorted(ends, len(SAMPLE[:7].encode()), "right"))
@@ -265,7 +265,7 @@ def test_added_tokens_have_ids_that_only_a_template_writes(kind, make, tmp_path)
     ids = added.encode_marked([(new[0], 0), (text, 1), (new[1], 1)])[0]
     assert ids == [new[0], *plain.encode(text).tolist(), new[1]]
     assert added.decode(ids) == f"<|x|>{text}<y>"
-    assert list(added.byte_lengths()[new[0] :]) == [0, 0]
+    assert list(added.byte_lengths[new[0] :]) == [0, 0]
     added.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved" / "tokenizer").fingerprint == added.fingerprint
 

@@ -17,15 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation import likelihood
-from windlass.evaluation.likelihood import (
-    Continuation,
-    Item,
-    continuations,
-    evaluate_hellaswag,
-    evaluate_loss,
-    read_items,
-)
+from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
+from windlass.evaluation.likelihood import Continuation, evaluate_loss
 from windlass.evaluation.passes import Passes
+from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.ranks import alone
@@ -187,3 +182,8 @@ def test_items_are_those_of_the_harness(tmp_path: Path) -> None:
         for item, doc in zip((first, second), docs, strict=True):
             theirs = doc["query"], tuple(doc["choices"]), doc["gold"]
             assert (item.context, item.endings, item.label) == theirs
+
+
+def test_without_a_validation_set_only_the_loss_is_left_out():
+    recipe = Recipe.from_dict({"eval": {"suites": ["loss", "hellaswag"]}})
+    assert Suites(recipe, byte_tokenizer(), ALONE).names == ["hellaswag"]

@@ -15,7 +15,7 @@ from windlass.data.items import Question, question_prompt
 from windlass.data.tokenizer import Tokenizer
 from windlass.data.tokenizer_kinds import gpt2_tokenizer, hf_tokenizer
 from windlass.evaluation.generate import in_order, text_after
-from windlass.evaluation.likelihood import Item, continuations, read_items
+from windlass.evaluation.hellaswag import Item, continuations, read_items
 from windlass.evaluation.source import find_source
 
 KINDS = list(tokenizer_fixtures.KINDS)

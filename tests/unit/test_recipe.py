@@ -162,6 +162,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ("parallel.offload=true parallel.strategy=shard_optim", "parallel.offload", "FSDP2"),
         ("model.kind=hf", "model.name", "directory"),
         ("data.source=https://x.example/a.txt", "data.sha256", "SHA-256"),
+        ("data.eval_source=https://x.example/a.txt", "data.eval_source", "download it"),
         ("data.eval_source=shards:*.bin", "data.source", "token shards"),
         ('data.source=["hf:a","b.jsonl"] data.eval_split=x', "data.eval_split", "data.eval_source"),
         ("data.source=", "data.source", "empty"),
@@ -249,6 +250,7 @@ def test_the_config_hash_is_of_the_semantic_settings():
     assert len({base.config_hash, *(base.replace(o).config_hash for o in other)}) == 1 + len(other)
     assert base.name == f"quickstart-{base.config_hash[:8]}"
     assert str(base.run_dir) == f"runs/{base.name}"
+    assert base.replace({"run.dir": "~/x"}).run_dir == Path.home() / "x"
 
 
 def test_batch_arithmetic():

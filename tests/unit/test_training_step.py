@@ -52,7 +52,7 @@ def batch(step: int = 1, parts: int = 1) -> SimpleNamespace:
     labels = torch.arange(2, 10).reshape(8, 1).chunk(parts)
     pairs = enumerate(map(Batch, tokens, labels))
     micro = [MicroBatch(number, pair) for number, pair in pairs]
-    return SimpleNamespace(micro=micro, step=step, valid_tokens=8, real_tokens=8)
+    return SimpleNamespace(micro=micro, step=step, valid_tokens=8, unpadded_tokens=8)
 
 
 def make(deferred: bool = False, dropout: float = 0.0, **settings):

@@ -39,7 +39,7 @@ SHAPES: list[dict[str, Any]] = [
 def batch(length: int) -> Any:
     rows = torch.zeros(2, length, dtype=torch.int64, device=META)
     micro = [MicroBatch(k, Batch(rows, rows)) for k in range(2)]
-    return SimpleNamespace(micro=micro, step=1, valid_tokens=8, real_tokens=8)
+    return SimpleNamespace(micro=micro, step=1, valid_tokens=8, unpadded_tokens=8)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -4,7 +4,8 @@
 - `items` reads a record as an **example**: a conversation, a pair of texts, or a question.
 - `chat` writes a conversation in **pieces**: texts and special tokens, with a **mark** for a loss.
 - `tokenizer` turns pieces into tokens, and `encode` items into **rows** of marked tokens.
-- `prepare` does this for a recipe: `recipe_sources`, `recipe_tokenizer` and `directory` say what it
-  reads, with what, and where to. `shards` stores the rows; `external_shards` reads other tools'.
-- `open`: `split` divides them; `samples`, `mixture`, `order` and `loader` make batches.
+- `prepare` does this for a recipe. `recipe_sources` lists its sources and their directories, and
+  `recipe_tokenizer` finds its tokenizer. `shards` stores the rows, `external_shards` reads those of
+  other tools, and `checksums` verifies both.
+- `open`: `split` divides the rows; `samples`, `mixture`, `order` and `loader` make batches.
 """

@@ -13,8 +13,8 @@ A = TypeVar("A")  # np.ndarray when read, Tensor for the model
 
 
 class Batch(NamedTuple, Generic[A]):
-    """Rows of one pass, each field int64 [B, T]; a row that is one text needs no `positions` and
-    `documents`."""
+    """Rows of one pass, int64 [B, T]. `positions` and `documents` are None if each row is one
+    text."""
 
     tokens: A
     labels: A  # the token that follows, or IGNORE_INDEX (-100) if it does not count in the loss
@@ -74,8 +74,8 @@ class Subset:
         return self.samples.read(self._indices[indices])
 
 
-def real_tokens(samples: Samples) -> int | None:
+def unpadded_tokens(samples: Samples) -> int | None:
     """Tokens that a model reads in an epoch, without padding; None if unknown."""
-    if hasattr(samples, "real_tokens"):  # `valid_tokens` may read every cut example
-        return samples.real_tokens
+    if hasattr(samples, "unpadded_tokens"):  # `valid_tokens` may read every cut example
+        return samples.unpadded_tokens
     return getattr(samples, "valid_tokens", None)

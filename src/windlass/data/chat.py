@@ -175,10 +175,8 @@ class Template:
         else:
             first = [0]  # the blocks before each answer
             if len(wanted) < len(places):
-                befores = (
-                    self.text(messages[:n], tokenizer, True, variables, True) for n in places
-                )
-                first = [before.count(BEGIN) for before in befores]
+                begun = [self.text(messages[:n], tokenizer, True, variables, True) for n in places]
+                first = [text.count(BEGIN) for text in begun]
             before, *blocks = self.text(messages, tokenizer, False, variables, True).split(BEGIN)
             rows = [[(before, False)]]
             for number, block in enumerate(blocks, first[0]):
@@ -289,8 +287,8 @@ def _escaped(value: Any, tokenizer: Tokenizer) -> Any:
     """Values with ESCAPE after each character of a special token's text."""
     if isinstance(value, str):
         text = value if value.isascii() else NONCHARACTERS.sub("", value)
-        own = (THOUGHT, THOUGHT_END)  # a thought's tags are the answer's own
-        escaped = lambda m: m[0] if m[0] in own else ESCAPE.join(m[0]) + ESCAPE  # noqa: E731
+        tags = (THOUGHT, THOUGHT_END)  # a thought's tags are the answer's own
+        escaped = lambda m: m[0] if m[0] in tags else ESCAPE.join(m[0]) + ESCAPE  # noqa: E731
         return tokenizer.special_pattern.sub(escaped, text)
     if isinstance(value, Mapping):
         return {_escaped(k, tokenizer): _escaped(part, tokenizer) for k, part in value.items()}
@@ -321,8 +319,8 @@ def _pieces_of(spans: Iterable[Span], tokenizer: Tokenizer) -> list[Piece]:
     pieces = list[Piece]()
     for has_loss, run in groupby(spans, lambda span: span[1]):
         for piece in tokenizer.pieces("".join(text for text, _ in run)):
-            own = piece.replace(ESCAPE, "") if isinstance(piece, str) else piece
-            pieces.append((own, has_loss))
+            content = piece.replace(ESCAPE, "") if isinstance(piece, str) else piece
+            pieces.append((content, has_loss))
     return pieces
 
 

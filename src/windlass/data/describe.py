@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from windlass.data.batch import Samples, real_tokens
+from windlass.data.batch import Samples, unpadded_tokens
 from windlass.data.open import Data
 from windlass.data.samples import ExampleSamples
 from windlass.data.split import Part
@@ -63,7 +63,7 @@ def describe(data: Data) -> Facts:
 def _describe_set(samples: Samples, parts: list[Part]) -> Facts:
     """The facts of samples, from these parts of prepared sources, or from the user's data."""
     facts: Facts = {"samples": len(samples)}
-    read = real_tokens(samples)
+    read = unpadded_tokens(samples)
     if read:
         facts["tokens_per_sample"] = round(read / len(samples), 3)
     counts = {
@@ -74,7 +74,7 @@ def _describe_set(samples: Samples, parts: list[Part]) -> Facts:
     documents = sum(part.documents for part in parts)
     if isinstance(samples, ExampleSamples):
         if samples.document_mask:  # the part of all rows that is tokens
-            facts["fill"] = round(samples.real_tokens / (len(samples) * samples.context), 6)
+            facts["fill"] = round(samples.unpadded_tokens / (len(samples) * samples.context), 6)
         facts["items"] = len(samples.sizes)
         facts["left_out"] = samples.left_out
         facts["cut"] = samples.cut
@@ -108,25 +108,25 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
     units = facts.get("items", "samples")
     unit = units.removesuffix("s")
     for name, heading in (("train", "training"), ("val", "validation")):
-        own, parts = facts.get(name), list[str]()
-        if own is None:
+        subset, parts = facts.get(name), list[str]()
+        if subset is None:
             shown[heading] = "none"
             continue
-        if items := own["samples"] if units == "samples" else own.get("items"):
+        if items := subset["samples"] if units == "samples" else subset.get("items"):
             parts.append(plural(items, unit))
-        if tokens := own.get("tokens"):
+        if tokens := subset.get("tokens"):
             parts.append(f"{tokens:,} tokens")
-            if (labels := own.get("label_tokens")) and units not in ("documents", "samples"):
+            if (labels := subset.get("label_tokens")) and units not in ("documents", "samples"):
                 parts.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
-        if "fill" in own:
-            filled = f"{100 * own['fill']:.1f} % filled"
-            parts.append(f"{own['samples']:,} rows of {context:,} tokens, {filled}")
-        if cut := own.get("cut"):
-            lost = own["cut_tokens"]
-            fraction = lost / (own["tokens"] + lost)
+        if "fill" in subset:
+            filled = f"{100 * subset['fill']:.1f} % filled"
+            parts.append(f"{subset['samples']:,} rows of {context:,} tokens, {filled}")
+        if cut := subset.get("cut"):
+            lost = subset["cut_tokens"]
+            fraction = lost / (subset["tokens"] + lost)
             size = f"model.context = {context:,}"
             parts.append(f"{cut:,} cut at {size}, {lost:,} tokens lost ({fraction:.1%})")
-        if left_out := own.get("left_out"):
+        if left_out := subset.get("left_out"):
             parts.append(f"{plural(left_out, unit)} left out: they have nothing left to learn")
         shown[heading] = ", ".join(parts)
     kind = f"{facts['tokenizer']}, " if "tokenizer" in facts else ""

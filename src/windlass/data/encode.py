@@ -23,15 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.data.chat import Template
-from windlass.data.items import (
-    QUESTION,
-    Item,
-    Pair,
-    Question,
-    example_of,
-    prompt_end,
-    text_of,
-)
+from windlass.data.items import QUESTION, Item, Pair, Question, example_of, prompt_end, text_of
 from windlass.data.progress import Progress
 from windlass.data.recipe_sources import SourceSpec
 from windlass.data.shards import Index, Row, ShardWriter, Table
@@ -80,7 +72,9 @@ def write_source(
                         raise UserError(f"{row.problem} ({advice})")
                     left_out.write(" ".join(row.problem.split()) + "\n")
                     left_out.flush()
-                writer.add(row)
+                is_written = writer.add(row)
+                if row.marks is not None and not is_written:
+                    continue  # an example in a full shard, which `need` has counted
                 characters += row.characters
                 if row.more or row.problem:
                     continue
@@ -275,9 +269,11 @@ class Encoder:
                 has_completion = bool(example.completion.strip())
                 encoded = [self._encode_pair(*example.texts)] if has_completion else []
             else:
+                trained = example.trained(spec.answers)
                 is_completion = spec.answers == "auto" and example.prompt > 0
-                how = example.variables, example.trained(spec.answers), is_completion
-                rendered = self.template.rows(example.messages, tokenizer, *how)
+                rendered = self.template.rows(
+                    example.messages, tokenizer, example.variables, trained, is_completion
+                )
                 encoded = [tokenizer.encode_marked(pieces) for pieces in rendered]
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
@@ -341,9 +337,8 @@ class Encoder:
                     texts.append((item.place, "".join(example.texts)))
         if unread:
             yield f"{spec.name}: not read: {', '.join(unread)}"
-        special = dict.fromkeys(
-            SPECIAL.findall(self.template.source if spec.format == "chat" else "")
-        )
+        template = self.template.source if spec.format == "chat" else ""
+        special = dict.fromkeys(SPECIAL.findall(template))
         if unknown := [text for text in special if text not in tokenizer.special]:
             problem = f"the chat template writes {', '.join(unknown)}, which the tokenizer lacks"
             yield f"{problem}: data.add_tokens='{','.join(unknown)}' makes each one token"

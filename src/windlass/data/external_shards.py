@@ -96,8 +96,8 @@ def _header(place: str, file: LocalFile | RemoteFile) -> tuple[str, int, int | N
             return LLMC_TYPES[magic], LLMC_HEADER_BYTES, count
     index = path.with_suffix(".idx")
     if isinstance(file, LocalFile) and index.is_file():
-        about = LocalFile(index).pread(18, 0)
-        code = MEGATRON_TYPES.get(about[-1], "") if about.startswith(MEGATRON) else ""
+        megatron = LocalFile(index).pread(18, 0)
+        code = MEGATRON_TYPES.get(megatron[-1], "") if megatron.startswith(MEGATRON) else ""
         if not code:
             raise bad_shard(place, f"has a {index.name} that is not Megatron's for token ids")
         return code, 0, None

@@ -302,10 +302,10 @@ def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator
     table = pq.ParquetFile(raw, pre_buffer=False, buffer_size=READ)
     check_columns(table.schema_arrow.names, spec, place)
     columns = [spec.text_key] if spec.format == "text" else None
-    about = table.metadata
+    metadata = table.metadata
     number = 0
-    for group in range(about.num_row_groups):
-        rows, size = about.row_group(group).num_rows, about.row_group(group).total_byte_size
+    for group in range(metadata.num_row_groups):
+        rows, size = metadata.row_group(group).num_rows, metadata.row_group(group).total_byte_size
         if number + rows <= skip:
             yield from repeat(Item(place, None), rows)
             number += rows
@@ -314,7 +314,7 @@ def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator
         for batch in table.iter_batches(at_once, [group], columns, use_threads=False):
             for row in batch.to_pylist():
                 number += 1
-                fraction = number / about.num_rows
+                fraction = number / metadata.num_rows
                 yield Item(f"{place}, row {number:,}", row_value(row, spec), fraction=fraction)
 
 
@@ -345,8 +345,8 @@ def _questions(stream: BinaryIO, place: str) -> Iterator[Item]:
     try:
         for article in json.loads(stream.read().removeprefix(codecs.BOM_UTF8))["data"]:
             for part in article["paragraphs"]:
-                own = {"context": part["context"], "title": str(article.get("title", ""))}
+                shared = {"context": part["context"], "title": str(article.get("title", ""))}
                 for question in part["qas"]:
-                    yield Item(f"{place}, question {question['id']}", {**question, **own})
+                    yield Item(f"{place}, question {question['id']}", {**question, **shared})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place} is not SQuAD's JSON: {type(error).__name__} {error}") from None

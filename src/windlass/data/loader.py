@@ -29,7 +29,7 @@ CLOSE_SECONDS = 0.2  # for the thread, which may be in a slow source; then it is
 class MicroBatch:
     """The samples of one forward pass of one rank."""
 
-    k: int  # its number in the step, over all data ranks
+    index: int  # its number in the step, over all data ranks
     batch: Batch[Tensor]
 
 
@@ -38,7 +38,7 @@ class StepBatch:
     step: int  # the step about to be done, counted from 1
     micro: list[MicroBatch]
     valid_tokens: int  # unmasked labels of this rank
-    real_tokens: int  # its tokens without padding, masked prompts included
+    unpadded_tokens: int  # its tokens without padding, masked prompts included
     wait_ms: float = 0.0  # how long the loop had to wait for it
 
 
@@ -91,7 +91,7 @@ class Loader(Iterator[StepBatch]):
             raise batch
         micro = batch.micro
         if self.device.type != "cpu":
-            micro = [MicroBatch(m.k, m.batch.to(self.device)) for m in micro]
+            micro = [MicroBatch(m.index, m.batch.to(self.device)) for m in micro]
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
     def close(self) -> None:
@@ -122,19 +122,19 @@ class Loader(Iterator[StepBatch]):
             indices = indices[np.argsort(lengths, kind="stable")]
         size = self.batch.micro_batch
         micro = list[MicroBatch]()
-        valid = real = 0
-        for k in self.batch.micro_batches(self.data_rank):
+        valid = unpadded = 0
+        for index in self.batch.micro_batches(self.data_rank):
             if self._stop.is_set():
                 return None
-            rows = indices[k * size : (k + 1) * size]
+            rows = indices[index * size : (index + 1) * size]
             batch = Batch(*self.samples.read(rows))
             unmasked = int((batch.labels != IGNORE_INDEX).sum())
             valid += unmasked
-            real += sum(map(length, rows.tolist())) if length else unmasked
+            unpadded += sum(map(length, rows.tolist())) if length else unmasked
             batch = batch.map(to_tensor)
             pinned = self.device.type == "cuda"
-            micro.append(MicroBatch(k, batch.map(Tensor.pin_memory) if pinned else batch))
-        return StepBatch(step, micro, valid, real)
+            micro.append(MicroBatch(index, batch.map(Tensor.pin_memory) if pinned else batch))
+        return StepBatch(step, micro, valid, unpadded)
 
     def _read_ahead(self, step: int) -> None:
         try:
@@ -157,8 +157,8 @@ def eval_batches(
 ) -> Iterator[Batch[Tensor]]:
     """The samples from `first` to `stop`, once over all data ranks, which get equal counts."""
     for turn in range(-(-(stop - first) // (micro_batch * data_world))):
-        k = turn * data_world + data_rank
-        wanted = first + np.arange(k * micro_batch, (k + 1) * micro_batch, dtype=np.int64)
+        index = turn * data_world + data_rank
+        wanted = first + np.arange(index * micro_batch, (index + 1) * micro_batch, dtype=np.int64)
         surplus = wanted >= stop
         batch = Batch(*samples.read(np.where(surplus, 0, wanted)))
         batch = batch._replace(labels=np.where(surplus[:, None], IGNORE_INDEX, batch.labels))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.data.batch import Batch, Samples, masks_documents, positions_of, real_tokens
+from windlass.data.batch import Batch, Samples, masks_documents, positions_of, unpadded_tokens
 from windlass.data.order import permute, sample_indices
 from windlass.recipe import DataSettings, Horizon
 from windlass.recipe.settings import IGNORE_INDEX
@@ -54,19 +54,20 @@ class Mixture:
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
         """The samples of `samples` that global sample numbers have, int64 of the same shape."""
-        sources, own = np.empty_like(numbers), np.empty_like(numbers)  # and numbers in these
-        at = self._blocks_at(numbers)
-        for index in np.unique(at).tolist():
-            here, block = at == index, self._blocks[index]
-            of, number = layout(self.seed, block.start, block.counts)
-            inside = numbers[here] - block.start
-            sources[here] = of[inside]
-            own[here] = block.before[of[inside]] + number[inside]
+        # the source of each sample, and the sample's number in its source
+        sources, own_numbers = np.empty_like(numbers), np.empty_like(numbers)
+        blocks = self._blocks_at(numbers)
+        for index in np.unique(blocks).tolist():
+            here, block = blocks == index, self._blocks[index]
+            source_at, number_at = layout(self.seed, block.start, block.counts)
+            places = numbers[here] - block.start
+            sources[here] = source_at[places]
+            own_numbers[here] = block.before[source_at[places]] + number_at[places]
         indices = np.empty_like(numbers)
         for source in np.unique(sources).tolist():
             part, here = self.samples.parts[source], sources == source
             seed, shards = f"{self.seed}/source {source}", getattr(part, "shard_samples", None)
-            inside = sample_indices(own[here], len(part), self.kind, seed, shards)
+            inside = sample_indices(own_numbers[here], len(part), self.kind, seed, shards)
             indices[here] = self.samples.starts[source] + inside
         return indices
 
@@ -92,7 +93,7 @@ def shares_of_run(mixture: Mixture, horizon: Horizon) -> list[dict[str, Any]]:
     samples, rows = mixture.samples, list[dict[str, Any]]()
     counts = mixture.counts(horizon.steps * horizon.samples_per_step).tolist()
     for i, (name, part) in enumerate(zip(samples.names, samples.parts, strict=True)):
-        tokens = real_tokens(part)
+        tokens = unpadded_tokens(part)
         row = {
             "name": name,
             "weights": [round(s.weights[i] / sum(s.weights), 6) for s in mixture.stages],
@@ -116,16 +117,16 @@ def stages_of(data: DataSettings, horizon: Horizon) -> list[Stage]:
     return stages
 
 
-def continue_stages(past: Sequence[Stage], planned: Sequence[Stage], at: int) -> list[Stage]:
+def continue_stages(past: Sequence[Stage], planned: Sequence[Stage], sample: int) -> list[Stage]:
     """The stages of a run that continues at sample `at`: the past ones before it, then the plan's
     (a branch has other weights, or a longer run moves a stage)."""
     if not past:
         return list(planned)
-    stages = [stage for stage in past if stage.start < at]
-    current = [stage for stage in planned if stage.start <= at][-1]
+    stages = [stage for stage in past if stage.start < sample]
+    current = [stage for stage in planned if stage.start <= sample][-1]
     if not stages or stages[-1].weights != current.weights:
-        stages.append(current._replace(start=at))
-    return stages + [stage for stage in planned if stage.start > at]
+        stages.append(current._replace(start=sample))
+    return stages + [stage for stage in planned if stage.start > sample]
 
 
 class Block(NamedTuple):
@@ -203,8 +204,8 @@ class MixedSamples:
             places = [np.arange(size) / size for size in sizes if size]
             self._order = np.argsort(np.concatenate(places), kind="stable")
         self.document_mask = any(map(masks_documents, self.parts))
-        self.real_tokens = sum(real_tokens(part) or 0 for part in self.parts)
-        self.tokens: int = sum(getattr(p, "tokens", real_tokens(p) or 0) for p in self.parts)
+        self.unpadded_tokens = sum(unpadded_tokens(part) or 0 for part in self.parts)
+        self.tokens: int = sum(getattr(p, "tokens", unpadded_tokens(p) or 0) for p in self.parts)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -224,8 +225,8 @@ class MixedSamples:
         sources = np.searchsorted(self.starts, indices, side="right") - 1
         batches = dict[int, Batch[np.ndarray]]()
         for source in np.unique(sources).tolist():
-            own = indices[sources == source] - self.starts[source]
-            batches[source] = Batch(*self.parts[source].read(own))
+            inside = indices[sources == source] - self.starts[source]
+            batches[source] = Batch(*self.parts[source].read(inside))
         shape = len(indices), max(batch.tokens.shape[1] for batch in batches.values())
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX)
         documents = np.zeros(shape, np.int64)

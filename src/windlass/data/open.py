@@ -15,7 +15,7 @@ from windlass.data.batch import Batch, Samples
 from windlass.data.chat import Template
 from windlass.data.mixture import MixedSamples
 from windlass.data.prepare import Prepared, prepare
-from windlass.data.samples import ExampleSamples, PackedSamples, Tokens
+from windlass.data.samples import ExampleSamples, PackedSamples, SetTokens
 from windlass.data.split import Division, Part, divide
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError
@@ -47,9 +47,9 @@ class Data:
                 self.template.save(directory / FOLDER)
 
 
-def open_data(recipe: Recipe, ranks: Ranks | None = None, **how: Any) -> Data:
-    """The data of a recipe, prepared and checked; arguments as `prepare`."""
-    return open_samples(recipe, prepare(recipe, ranks, **how))
+def open_data(recipe: Recipe, ranks: Ranks | None = None, **options: Any) -> Data:
+    """The data of a recipe, prepared and checked; `options` as in `prepare`."""
+    return open_samples(recipe, prepare(recipe, ranks, **options))
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
@@ -72,18 +72,18 @@ def _open_set(
     """The samples of the parts of each member; None without any."""
     tokenizer, context = prepared.tokenizer, recipe.model.context
     opened = dict[str, Samples]()
-    for member, own in zip(prepared.members, parts, strict=True):
-        if not own:
+    for member, member_parts in zip(prepared.members, parts, strict=True):
+        if not member_parts:
             continue
         samples: ExampleSamples | PackedSamples
-        tokens, data = Tokens(own), member.data
+        tokens, data = SetTokens(member_parts), member.data
         if data.format != "text":
             packed = data.packing == "best-fit"
             samples = ExampleSamples(tokens, context, pad=tokenizer.eot or 0, packed=packed)
             problem = f"no item fits, {samples.left_out:,} are left out"
         else:
-            is_one_text = len(own) == 1 and own[0].corpus.index.single_text
-            are_named = all(part.documents for part in own if part.tokens)
+            is_one_text = len(member_parts) == 1 and member_parts[0].corpus.index.single_text
+            are_named = all(part.documents for part in member_parts if part.tokens)
             following = None  # begins the next document, if documents are apart
             if data.document_mask is not False and are_named and not is_one_text:
                 following = tokenizer.first[0] if tokenizer.first else 0
@@ -105,7 +105,7 @@ def _open_set(
 def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
     """The data of a user: `Data`, a dataset, or a pair of datasets (training, validation).
 
-    Every item of a dataset is read once for a fingerprint. `measured`: one dataset is validation data.
+    Windlass reads every item once for a fingerprint. `measured`: a single dataset is for validation.
     """
     if isinstance(data, Data | None):
         return data

@@ -1,5 +1,5 @@
-"""Decide which sample is seen when, by seed, epoch and place alone, in constant memory. Sample number
-`n` is place `n % samples_per_epoch` of epoch `n // samples_per_epoch`. The hash is our own
+"""Sample order, as a pure function of seed, epoch and place, in constant memory. Sample number `n`
+is place `n % samples_per_epoch` of epoch `n // samples_per_epoch`. The hash is our own
 arithmetic on 64-bit integers, so that no release of a library changes it.
 """
 
@@ -64,8 +64,8 @@ def sample_indices(
             indices[here] = permute(places[here], n, key)
         elif epoch:
             sizes = np.asarray([n] if shards is None else shards, dtype=np.int64)
-            if (held := int(sizes.sum())) != n:
-                raise ValueError(f"the shards hold {held:,} samples, and the epoch has {n:,}")
+            if (total := int(sizes.sum())) != n:
+                raise ValueError(f"the shards hold {total:,} samples, and the epoch has {n:,}")
             occupied = np.flatnonzero(sizes)  # a shard without a sample is not in the order
             count = len(occupied)
             key = f"windlass/order/shards/{seed}/{epoch}"

@@ -5,15 +5,12 @@ needs them, and all ranks check them. Reading divides them into training and val
 from __future__ import annotations
 
 import errno
-import json
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.data.chat import PLAIN_LAYOUT, Template
+from windlass.data.checksums import file_states, remember, verify
 from windlass.data.encode import Encoder, write_source
 from windlass.data.external_shards import index_shards
 from windlass.data.progress import Progress
@@ -27,13 +24,12 @@ from windlass.data.recipe_sources import (
     source_key,
 )
 from windlass.data.recipe_tokenizer import check_tokenizer, open_tokenizer, tokenizer_files
-from windlass.data.shards import INDEX, Corpus, Index, Table, bad_shard, prepare_again
+from windlass.data.shards import INDEX, Corpus, Index, Table, prepare_again
 from windlass.data.sources import changes, describe_source, open_source
 from windlass.data.split import documents_read
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
-from windlass.fileio import read_json, sha256_of, write_atomic
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe
 
@@ -122,8 +118,9 @@ class Prepared:
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
-    """The prepared data of a recipe, not checked; None if the recipe needs more."""
-    members, found = members_of(recipe), dict[SourceSpec, Corpus]()
+    """The prepared data of a recipe, not checked and without its chat template, for a plan. None if
+    the recipe needs more."""
+    members, corpora = members_of(recipe), dict[SourceSpec, Corpus]()
     tokenizer: Tokenizer | None = None
     for spec in (spec for member in members for spec in member.sources):
         directory = directory_of(spec, recipe)
@@ -131,18 +128,15 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
         if index is None or not is_enough(directory, index, spec):
             return None
         tokenizer = tokenizer or load_tokenizer(directory / FOLDER)
-        found[spec] = Corpus(directory, index, spec, tokenizer)
+        corpora[spec] = Corpus(directory, index, spec, tokenizer)
     assert tokenizer is not None
-    template = Template.of_directory(next(iter(found.values())).directory / FOLDER)
-    return Prepared([member.opened(found.__getitem__) for member in members], tokenizer, template)
+    opened = [member.opened(corpora.__getitem__) for member in members]
+    return Prepared(opened, tokenizer, Template())
 
 
 def is_enough(directory: Path, index: Index, spec: SourceSpec) -> bool:
     """Whether a directory has the tokens of a source as far as its limit."""
     return index.complete or documents_read(Table(directory, index), spec) is not None
-
-
-Todo = Literal["use", "extend", "renew"]
 
 
 @dataclass(frozen=True)
@@ -159,11 +153,11 @@ class _Preparation:
     def corpus(self, spec: SourceSpec) -> Corpus:
         """A source, prepared as far as its limit."""
         directory, now = directory_of(spec, self.recipe), describe_source(spec)
-        todo, index, change = self._look(spec, directory, now)
+        todo, index, change = self._decide(spec, directory, now)
         if todo != "use":
             with lock_directory(directory, self.progress.note):
                 # another process may have prepared it meanwhile
-                todo, index, change = self._look(spec, directory, now)
+                todo, index, change = self._decide(spec, directory, now)
                 if todo == "renew":
                     # the index first, so that a kill leaves none without its shards
                     (directory / INDEX).unlink(missing_ok=True)
@@ -178,9 +172,9 @@ class _Preparation:
         is_new = todo != "use"
         return Corpus(directory, index, spec, self.tokenizer, is_new=is_new, change=change)
 
-    def _look(
+    def _decide(
         self, spec: SourceSpec, directory: Path, now: dict[str, Any]
-    ) -> tuple[Todo, Index | None, str]:
+    ) -> tuple[Literal["use", "extend", "renew"], Index | None, str]:
         """What to do for a source described as `now`, its index, and a sentence on a change."""
         index, change = Index.load(directory), ""
         if index is None:
@@ -190,7 +184,7 @@ class _Preparation:
             change = f"the files of data.tokenizer or data.chat_template have {since}"
         elif now and (difference := changes(index.source, now)):
             change = f"{spec.setting}: {spec.name} has {since}: {difference}"
-        enough, keep = is_enough(directory, index, spec), ""
+        enough = is_enough(directory, index, spec)
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
         if self.choice == "prepare" and (change or is_other):
             return "renew", index, change
@@ -198,8 +192,7 @@ class _Preparation:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
         if change and not (self.choice == "keep" and enough):
-            if enough:
-                keep = 'data.changed="keep" trains on the prepared tokens, '
+            keep = 'data.changed="keep" trains on the prepared tokens, ' if enough else ""
             raise UserError(f'{change}; {keep}data.changed="prepare" prepares it again')
         return "use" if enough else "extend", index, change
 
@@ -220,9 +213,8 @@ class _Preparation:
         if spec.format != "text":
             template.save(directory / FOLDER)
         if spec.format == "chat":
-            layout = (
-                f"the chat template of {recipe.as_written.data.chat_template or recipe.tokenizer}"
-            )
+            name = recipe.as_written.data.chat_template or recipe.tokenizer
+            layout = f"the chat template of {name}"
             if not template.source:
                 layout = f"{PLAIN_LAYOUT} ({recipe.tokenizer} lacks a chat template)"
             elif template.lacks_end(tokenizer):
@@ -246,60 +238,3 @@ class _Preparation:
         if old is None:  # After a resume, `verify` must still hash the earlier process's files.
             remember(directory, file_states(directory, index))
         return index
-
-
-# -- checksums
-
-VERIFIED = "verified.json"
-# Of each file that was checked: its size, time of change (ns) and SHA-256.
-States = dict[str, list[int | str]]
-
-
-def verify(
-    directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
-) -> None:
-    """Check each file that changed since the last check; the ranks of a host divide them."""
-    rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
-    verified: States = read_json(directory / VERIFIED)
-    problem = ""
-    try:
-        states = file_states(directory, index)
-        own = [file for file in list(states)[rank::world] if verified.get(file) != states[file]]
-        with ThreadPoolExecutor(4) as pool:
-            digests = pool.map(lambda file: sha256_of(directory / file), own)
-            for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
-                # another process may have extended the file meanwhile
-                if sha256 != states[file][2] == file_states(directory, index).get(file, [""])[-1]:
-                    remedy = prepare_again(directory)
-                    raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
-                tick(done / len(own))
-    except UserError as error:
-        problem = str(error)
-    if ranks:
-        problem = next(filter(None, ranks.all_gather_object("damaged shards", problem)), "")
-    if problem:
-        raise UserError(problem)
-    if rank == 0 and states != verified:
-        remember(directory, states)
-
-
-def file_states(directory: Path, index: Index) -> States:
-    """The state of each local file; UserError for a wrong size."""
-    states: States = {}
-    newest = Index.load(directory) or index
-    for shard in newest.shards:
-        for file, (size, sha256) in shard.files(newest.row).items():
-            path = directory / file
-            if path.is_file() and (stat := path.stat()).st_size == size:
-                states[file] = [size, stat.st_mtime_ns, sha256]
-                continue
-            if newest != (Index.load(directory) or index):
-                return file_states(directory, index)
-            raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
-    return states
-
-
-def remember(directory: Path, states: States) -> None:
-    """Record that the files were checked, or written, in these states."""
-    if os.access(directory, os.W_OK):
-        write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")

@@ -104,8 +104,8 @@ class Member(Generic[S]):
         return [*self.train, *self.val]
 
     def opened(self, open_source: Callable[[S], T]) -> Member[T]:
-        train = [open_source(one) for one in self.train]
-        return Member(self.name, self.data, train, [open_source(one) for one in self.val])
+        train = [open_source(source) for source in self.train]
+        return Member(self.name, self.data, train, [open_source(source) for source in self.val])
 
     @property
     def held_fraction(self) -> float:
@@ -121,7 +121,7 @@ def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec
         # the names as written, and the places with absolute paths
         data, located = written.part(number), recipe.data.part(number)
         prefix = f"data.mix.{member}." if member else "data."
-        own = SourceSpec(
+        training = SourceSpec(
             name="",
             place="",
             format=data.format,
@@ -136,20 +136,20 @@ def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec
             limit=-(-data.max_tokens // len(data.sources)),
             **{name: getattr(data, name) for name in SHARED},
         )
-        names = zip(data.sources, located.sources, strict=True)
-        train = [replace(own, name=name, place=place) for name, place in names]
-        held = replace(own, is_val=True, setting=f"{prefix}eval_source", sha256="")
-        val = [replace(held, name=spec.name, place=spec.place) for spec in train]
+        pairs = list(zip(data.sources, located.sources, strict=True))
+        train = [replace(training, name=name, place=place) for name, place in pairs]
+        validation = replace(training, is_val=True, setting=f"{prefix}eval_source", sha256="")
         if any(data.eval_sources):
-            held = replace(held, split=data.eval_split or data.split, revision="")
-            names = zip(data.eval_sources, located.eval_sources, strict=True)
-            val = [replace(held, name=name, place=place) for name, place in names]
+            validation = replace(validation, split=data.eval_split or data.split, revision="")
+            pairs = list(zip(data.eval_sources, located.eval_sources, strict=True))
         elif data.eval_split and data.sources[0].startswith("hf:"):
-            val = [replace(spec, split=data.eval_split, setting="data.eval_split") for spec in val]
+            validation = replace(validation, split=data.eval_split, setting="data.eval_split")
         else:
-            val = [replace(spec, split="validation") for spec in val if spec.name == "squad"]
+            validation = replace(validation, split="validation")
+            pairs = [pair for pair in pairs if pair[0] == "squad"]
         characters = int(data.max_tokens * Fraction(str(data.val_fraction)))
-        val = [replace(spec, limit=-(-characters // len(val))) for spec in val]
+        validation = replace(validation, limit=-(-characters // max(1, len(pairs))))
+        val = [replace(validation, name=name, place=place) for name, place in pairs]
         members.append(Member(member, data, [] if only_val and val else train, val))
     return members
 

@@ -27,14 +27,7 @@ from windlass.data.recipe_sources import (
 from windlass.data.shards import INDEX
 from windlass.data.sources import Source, describe_source, open_source
 from windlass.data.split import FEW, held_out
-from windlass.data.tokenizer import (
-    DESCRIPTION,
-    FOLDER,
-    JSON_FILE,
-    LEARNED,
-    Tokenizer,
-    probe_ids,
-)
+from windlass.data.tokenizer import DESCRIPTION, FOLDER, JSON_FILE, LEARNED, Tokenizer, probe_ids
 from windlass.errors import UserError
 from windlass.fileio import sha256_of
 from windlass.recipe import Recipe
@@ -89,12 +82,12 @@ def open_tokenizer(
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Reject a tokenizer with other ids than the one that the model's weights were trained with."""
     model, wanted = recipe.model, recipe.data.tokenizer
-    own = own_tokenizer(model, "")
-    if own in (wanted, "") or model.from_scratch:
+    expected = own_tokenizer(model, "")
+    if expected in (wanted, "") or model.from_scratch:
         return
-    revision = f"@{model.revision}" if model.revision and own == f"hf:{model.name}" else ""
+    revision = f"@{model.revision}" if model.revision and expected == f"hf:{model.name}" else ""
     try:
-        trained = tokenizer_kinds.named_tokenizer(own + revision)
+        trained = tokenizer_kinds.named_tokenizer(expected + revision)
     except UserError:  # the model has none, or does not exist any more
         return
     ids, trained_ids = (t.inner.get_vocab(with_added_tokens=True) for t in (tokenizer, trained))
@@ -104,7 +97,7 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> None:
     raise UserError(
         f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not the tokenizer of "
         f"{model.init_from or model.name} ({trained.vocab:,} ids), which its weights were trained "
-        f"with; leave data.tokenizer out, or write {own}"
+        f"with; leave data.tokenizer out, or write {expected}"
     )
 
 

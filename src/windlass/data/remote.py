@@ -161,7 +161,5 @@ def _retried(url: str, action: Callable[[], Value]) -> Value:
                 remedy = "check the URL, and the credentials of its file system"
                 raise UserError(f"{url} cannot be read: {text}; {remedy}") from None
         time.sleep(seconds)
-    attempts = len(RETRY_SECONDS) + 1
-    raise RunFailed(
-        f"{url} cannot be read after {attempts} attempts: {text}; start again to resume"
-    )
+    problem = f"{url} cannot be read after {len(RETRY_SECONDS) + 1} attempts: {text}"
+    raise RunFailed(f"{problem}; start again to resume")

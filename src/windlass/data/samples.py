@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from windlass.data.split import Part
 
 
-class Tokens:
-    """The tokens of a set's parts as one row."""
+class SetTokens:
+    """The tokens of the training or validation set: those of its parts, end to end."""
 
     def __init__(self, parts: Sequence[Part]):
         self.parts = list(parts)
         ranges = np.concatenate([np.zeros((0, 2), np.int64), *(part.ranges for part in parts)])
         self._starts = ranges[:, 0]  # in the tokens of a source
-        self._edges = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))  # in the row
+        self._edges = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))  # in the set
         self._part_of = np.repeat(np.arange(len(parts)), [len(part.ranges) for part in parts])
 
     def __len__(self) -> int:
@@ -36,14 +36,14 @@ class Tokens:
 
     @property
     def documents(self) -> np.ndarray:
-        """The first token of each document, and the end of the row, int64 [documents + 1]."""
+        """The first token of each document, and the end of the set, int64 [documents + 1]."""
         before = np.cumsum([0, *(part.tokens for part in self.parts)])
-        own = [part.edges[:-1] + edge for part, edge in zip(self.parts, before, strict=False)]
-        return np.concatenate([*own, [len(self)]]).astype(np.int64)
+        starts = [part.edges[:-1] + edge for part, edge in zip(self.parts, before, strict=False)]
+        return np.concatenate([*starts, [len(self)]]).astype(np.int64)
 
     @property
     def shards(self) -> np.ndarray:
-        """Where each shard of the sources begins in the row, and its end, int64 [shards + 1]."""
+        """The first token of each shard of the sources, and the set's end, int64 [shards + 1]."""
         places, before = [np.zeros(0)], 0
         for part in filter(lambda part: part.tokens, self.parts):
             sizes = np.diff(part.ranges).ravel()
@@ -54,23 +54,23 @@ class Tokens:
         return np.append(np.concatenate(places), len(self)).astype(np.int64)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens from `start` to `stop` of the row, int64 [stop - start]."""
-        parts = [corpus.read(*place) for corpus, *place in self._pieces(start, stop)]
+        """The tokens from `start` to `stop` of the set, int64 [stop - start]."""
+        parts = [corpus.read(*span) for corpus, *span in self._spans(start, stop)]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def marks(self, start: int, stop: int) -> np.ndarray:
         """Whether each of these tokens counts in the loss, bool [stop - start]."""
-        parts = [corpus.marks(*place) for corpus, *place in self._pieces(start, stop)]
+        parts = [corpus.marks(*span) for corpus, *span in self._spans(start, stop)]
         return np.concatenate([np.zeros(0, bool), *parts])
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[Corpus, int, int]]:
-        """The stretches of sources in a part of the row: their first tokens, and their ends."""
-        at = bisect.bisect_right(self._edges, start) - 1
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[Corpus, int, int]]:
+        """Where the tokens from `start` to `stop` are: in each source, a first token and an end."""
+        number = bisect.bisect_right(self._edges, start) - 1  # of the range
         while start < stop:
-            end = min(stop, int(self._edges[at + 1]))
-            shift = int(self._starts[at] - self._edges[at])
-            yield self.parts[self._part_of[at]].corpus, start + shift, end + shift
-            start, at = end, at + 1
+            end = min(stop, int(self._edges[number + 1]))
+            shift = int(self._starts[number] - self._edges[number])
+            yield self.parts[self._part_of[number]].corpus, start + shift, end + shift
+            start, number = end, number + 1
 
 
 class PackedSamples:
@@ -83,7 +83,7 @@ class PackedSamples:
     """
 
     def __init__(
-        self, tokens: Tokens, context: int, *, ragged: bool = False, following: int | None = None
+        self, tokens: SetTokens, context: int, *, ragged: bool = False, following: int | None = None
     ):
         self._tokens, self.context, self._following = tokens, context, following or 0
         self.document_mask = following is not None
@@ -118,8 +118,8 @@ class PackedSamples:
             batch.labels[numbers[:, :-1] != numbers[:, 1:]] = self._following
             documents = numbers[:, :-1] - numbers[:, :1]
             batch = batch._replace(positions=positions_of(documents), documents=documents)
-        for at in np.flatnonzero(counts < self.context).tolist():  # the last row of a ragged set
-            batch.tokens[at, counts[at] :], batch.labels[at, counts[at] :] = 0, IGNORE_INDEX
+        for last in np.flatnonzero(counts < self.context).tolist():  # the last row of a ragged set
+            batch.tokens[last, counts[last] :], batch.labels[last, counts[last] :] = 0, IGNORE_INDEX
         return batch
 
     @cached_property
@@ -135,18 +135,18 @@ class PackedSamples:
 
 class ExampleSamples:
     """Questions or conversations, one a row with masked padding, or `packed`: as many as best-fit
-    packing puts into a row. `documents` of a packed batch numbers them, and the padding is one more.
+    packing puts into a row. In a packed batch `documents` numbers them, and the padding is one more.
 
-    An example of n tokens has n - 1 positions, which count if they are marked. One over `context` + 1
-    tokens loses those before its last `tail`. It is left out if nothing can be learned from the rest
-    (`reach`).
+    An example of n tokens has n - 1 positions, which count if they are marked. An example of more
+    than `context` + 1 tokens loses those before its last `tail`, and is left out if nothing can be
+    learned from the rest (`reach`).
 
     - `sizes`: the positions of each example, int64 [examples];
     - `cut` and `cut_tokens`: examples longer than a row, and the tokens that these lose;
     - `left_out`: examples that nothing is learned from.
     """
 
-    def __init__(self, tokens: Tokens, context: int, *, pad: int = 0, packed: bool = False):
+    def __init__(self, tokens: SetTokens, context: int, *, pad: int = 0, packed: bool = False):
         self._tokens, self.context, self.pad, self.document_mask = tokens, context, pad, packed
         edges, room = tokens.documents, context + 1
         whole, tails, reach = np.diff(edges), self._field("tail"), self._field("reach")
@@ -159,7 +159,7 @@ class ExampleSamples:
         self.sizes = np.minimum(self._whole - 1, context)
         lost = self._whole - room
         self.cut, self.cut_tokens = int((lost > 0).sum()), int(lost[lost > 0].sum())
-        self.real_tokens = int(self.sizes.sum())
+        self.unpadded_tokens = int(self.sizes.sum())
         # the examples in the order of rows, and where each row begins among them
         self._order, self._edges = np.arange(len(self.sizes)), np.arange(len(self.sizes) + 1)
         if packed:
@@ -190,7 +190,7 @@ class ExampleSamples:
     @property
     def attended(self) -> float:
         """The mean length, over all tokens, of a token's example."""
-        return float((self.sizes.astype(np.float64) ** 2).sum() / self.real_tokens)
+        return float((self.sizes.astype(np.float64) ** 2).sum() / self.unpadded_tokens)
 
     def mean_width(
         self, batch: int, micro_batch: int, order: str, seed: int, length_buckets: bool
@@ -254,7 +254,7 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
     # rows by their room, the tokens that still fit; and the rooms that have rows, ascending
     rows_with, rooms = defaultdict[int, list[np.ndarray]](list), list[int]()
 
-    def put(room: int, rows: np.ndarray) -> None:
+    def offer(room: int, rows: np.ndarray) -> None:
         if room and len(rows):
             if not rows_with[room]:
                 bisect.insort(rooms, room)
@@ -268,24 +268,24 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
             least = bisect.bisect_left(rooms, size)
             if least < len(rooms):
                 room = rooms[least]
-                some = rows_with[room].pop()
+                chosen = rows_with[room].pop()
                 if not rows_with[room]:
                     del rooms[least]
             else:  # new rows
                 room, first = context, rows
                 rows += -(-(end - done) // (context // size))
-                some = np.arange(first, rows)
+                chosen = np.arange(first, rows)
             each = room // size
             needed = -(-(end - done) // each)
-            put(room, some[needed:])
-            some = some[:needed]
-            placed = min(len(some) * each, end - done)
-            row_of[done : done + placed] = np.repeat(some, each)[:placed]
+            offer(room, chosen[needed:])
+            chosen = chosen[:needed]
+            placed = min(len(chosen) * each, end - done)
+            row_of[done : done + placed] = np.repeat(chosen, each)[:placed]
             done += placed
-            if missing := len(some) * each - placed:  # the last row has fewer of these items
-                put(room - (each - missing) * size, some[-1:])
-                some = some[:-1]
-            put(room - each * size, some)
+            if missing := len(chosen) * each - placed:  # the last row has fewer of these items
+                offer(room - (each - missing) * size, chosen[-1:])
+                chosen = chosen[:-1]
+            offer(room - each * size, chosen)
     row_of = permute(np.arange(rows), rows, "windlass/packing/rows")[row_of]
     order = items[np.argsort(row_of, kind="stable")]
     return order, np.append(0, np.cumsum(np.bincount(row_of, minlength=rows)))

@@ -1,4 +1,4 @@
-"""Write and read the shards of a data directory. Each has tokens (`shard-00000.bin`, little endian),
+"""Write and read the shards of a data directory. Each has tokens (`shard-00000.bin`), little endian,
 a table of documents (`.documents`) and, for examples, a bit for each token that counts in the loss
 (`.mask`). `index.json` lists the complete ones; it may also list the shards of other tools.
 """
@@ -151,8 +151,8 @@ def bad_shard(path: Path | str, problem: str) -> UserError:
 def check_ids(place: str, ids: np.ndarray, vocab: int, before: int) -> None:
     """UserError for an id that the tokenizer does not have; `before`: the shard's earlier ids."""
     if int(ids.max()) >= vocab:
-        at = int(np.argmax(ids >= vocab))
-        id_ = f"the token id {int(ids[at]):,} at place {before + at:,}"
+        first = int(np.argmax(ids >= vocab))
+        id_ = f"the token id {int(ids[first]):,} at place {before + first:,}"
         reason = f"the vocabulary has {vocab:,} ids: another tokenizer wrote it"
         raise bad_shard(place, f"has {id_}, and {reason}")
 
@@ -171,8 +171,8 @@ class Row(NamedTuple):
 
 
 class ShardWriter:
-    """Writes rows as shards, each full after the row that reaches `shard_tokens`, and then the index.
-    An error in its `with` block removes the shard that is not complete."""
+    """Writes rows as shards, each full after the row that reaches `shard_tokens`; then the index. An
+    error in its `with` block removes the shard that is not complete."""
 
     def __init__(self, directory: Path, index: Index, dtype: str):
         self.directory, self.dtype = directory, dtype
@@ -197,19 +197,19 @@ class ShardWriter:
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
 
-    def add(self, row: Row) -> None:
-        """Append a row; one with a problem is counted. After a resume the first rows come again: from
-        the start of the item that the next shard begins with."""
+    def add(self, row: Row) -> bool:
+        """Append a row, or count one with a problem; whether it was appended. After a resume, rows
+        come again from the start of the item that the next shard begins with."""
         if row.item != self._item:
             self._item, self._rows, self._skip = row.item, 0, 0
             self._left_out = self.index.left_out
         if row.problem:
             self.index.left_out += 1
-            return
+            return False
         self._rows += 1
         begins, self._goes_on = not self._goes_on, row.more
         if self._rows <= self._skip:  # a full shard has the row
-            return
+            return False
         if not self._files:
             for ending in ("bin", "documents", "mask")[: 3 if self.index.masked else 2]:
                 path = self.directory / f"shard-{len(self.index.shards):05d}.{ending}"
@@ -230,6 +230,7 @@ class ShardWriter:
             if row.marks is None and not row.more:
                 self.index.resume = Resume(row.item + 1, 0, self.index.left_out)
             self._commit()
+        return True
 
     def finish(self, complete: bool) -> Index:
         self.index.complete = complete

@@ -184,14 +184,14 @@ def _open_dataset(spec: SourceSpec) -> Source:
     """A data set of `datasets` (`NAME`, `NAME:CONFIG`, a directory), or SQuAD of the Hub."""
     place = SQUAD if spec.kind == "squad" else spec.path
     name, what = f"hf:{place}, {spec.split}", f"{spec.setting}: hf:{place}, split {spec.split!r}"
-    how = {"split": spec.split, "streaming": spec.streaming}
+    options = {"split": spec.split, "streaming": spec.streaming}
     revision = spec.revision or None
     try:
         require("datasets", f"{spec.setting}: hf:{place}")
         if (folder := Path(place).expanduser()).is_dir():
             import datasets
 
-            table, revision = datasets.load_dataset(str(folder), **how), None
+            table, revision = datasets.load_dataset(str(folder), **options), None
         else:
             repository, _, config = place.partition(":")
             hub.prepare()
@@ -202,8 +202,8 @@ def _open_dataset(spec: SourceSpec) -> Source:
                     from huggingface_hub import HfApi
 
                     revision = str(HfApi().dataset_info(repository, revision=revision).sha)
-                how["revision"] = revision
-                table = datasets.load_dataset(repository, config or None, **how)
+                options["revision"] = revision
+                table = datasets.load_dataset(repository, config or None, **options)
     except Exception as error:  # of any kind, from the libraries behind it
         problem = str(error)
         if not isinstance(error, UserError):

@@ -123,27 +123,28 @@ def divide(
 ) -> Division:
     """The training and validation data of a recipe; UserError if nothing is left for training.
 
-    `train_size` and `eval_size`: the number of questions or conversations, chosen by `seed`; 0: all.
+    `train_size` and `eval_size`: numbers of questions or conversations, chosen by `seed`; 0: all.
     """
-    groups = [[_divided(corpus, member) for corpus in member.sources] for member in members]
-    pieces = list(chain(*groups))
+    by_member = [[_divided(corpus, member) for corpus in member.sources] for member in members]
+    sources = list(chain(*by_member))
     shared = 0
     # copies in one source have equal hashes
-    if len(pieces) > 1 or any(member.data.val_shards for member in members):
-        shared = _leave_out_shared(pieces)
-    for p in pieces:
-        if p.corpus.spec.limit and not p.corpus.index.masked:  # a text may end at the limit
-            past = np.cumsum(sizes_of(p.train)) - p.corpus.spec.limit
-            p.train[:, 1] -= np.clip(past, 0, sizes_of(p.train))
-    examples = [p for p in pieces if p.corpus.index.masked]
-    hashes = [p.texts for p in examples]
-    _choose([p.train for p in examples], hashes, train_size, f"train/{seed}")
-    _choose([p.val for p in examples], hashes, eval_size, f"eval/{seed}")
+    if len(sources) > 1 or any(member.data.val_shards for member in members):
+        shared = _leave_out_shared(sources)
+    for source in sources:
+        limit = source.corpus.spec.limit
+        if limit and not source.corpus.index.masked:  # a text may end at the limit
+            past = np.cumsum(sizes_of(source.train)) - limit
+            source.train[:, 1] -= np.clip(past, 0, sizes_of(source.train))
+    examples = [source for source in sources if source.corpus.index.masked]
+    hashes = [source.texts for source in examples]
+    _choose([source.train for source in examples], hashes, train_size, f"train/{seed}")
+    _choose([source.val for source in examples], hashes, eval_size, f"eval/{seed}")
     train = [
-        [_part(p, p.train, -p.cut) for p in group[: len(member.train)]]
-        for group, member in zip(groups, members, strict=True)
+        [_part(source, source.train, -source.cut) for source in group[: len(member.train)]]
+        for group, member in zip(by_member, members, strict=True)
     ]
-    val = [[_part(p, p.val, p.cut) for p in group] for group in groups]
+    val = [[_part(source, source.val, source.cut) for source in group] for group in by_member]
     if members[0].train and not any(part.tokens for part in chain(*train)):
         names = ", ".join(corpus.spec.name for member in members for corpus in member.train)
         reason = "the validation data has it all" if shared else "it holds no text"
@@ -153,7 +154,7 @@ def divide(
 
 
 @dataclass
-class Pieces:
+class SplitSource:
     """The tokens of each document that train, and the held-out ones.
 
     A shard of another tool, which does not name its documents, counts as one document.
@@ -168,19 +169,19 @@ class Pieces:
     def hold_out(self, held: np.ndarray) -> None:
         """Hold out whole documents (bool [documents])."""
         self.val[held] = self.train[held]
-        keep(self.train, ~held)
+        keep_only(self.train, ~held)
 
 
 def sizes_of(ranges: np.ndarray) -> np.ndarray:
     return ranges[:, 1] - ranges[:, 0]
 
 
-def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
+def keep_only(ranges: np.ndarray, wanted: np.ndarray) -> None:
     """Empty the ranges of all but the `wanted` documents (bool [documents])."""
     ranges[~wanted, 1] = ranges[~wanted, 0]
 
 
-def _divided(corpus: Corpus, member: Member[Corpus]) -> Pieces:
+def _divided(corpus: Corpus, member: Member[Corpus]) -> SplitSource:
     """A source of a member up to its limit, divided into training and validation data."""
     spec, index, table = corpus.spec, corpus.index, corpus.table
     edges, texts = corpus.edges, np.zeros(0, np.uint64)
@@ -192,28 +193,28 @@ def _divided(corpus: Corpus, member: Member[Corpus]) -> Pieces:
     if is_lone and index.single_text and index.tokenizer.eot is not None:
         # An end-of-text token does not begin a single text that is the only source.
         train[:1, 0] += 0 if index.tokenizer.begin else 1
-    pieces = Pieces(corpus, train, train[:, [1, 1]], texts, np.zeros(len(train), np.int64))
+    source = SplitSource(corpus, train, train[:, [1, 1]], texts, np.zeros(len(train), np.int64))
     if not spec.is_val and (member.data.val_shards or not count):
-        _hold_out_shards(pieces, member)
-        return pieces
+        _hold_out_shards(source, member)
+        return source
     characters = table.characters[:count]
     if spec.is_val:
-        pieces.hold_out(np.ones(len(train), bool))
+        source.hold_out(np.ones(len(train), bool))
         over = int(characters.sum()) - spec.limit
         if spec.limit and count and over > 0 and not index.masked:  # end the last text at the limit
             last = np.array([count - 1])
-            pieces.cut[last] = np.maximum(1, characters[last] - over)
-            place = corpus.places_of(last, pieces.cut[last])
-            pieces.val[last, 1] = np.maximum(place, pieces.val[last, 0] + 1)
+            source.cut[last] = np.maximum(1, characters[last] - over)
+            place = corpus.places_of(last, source.cut[last])
+            source.val[last, 1] = np.maximum(place, source.val[last, 0] + 1)
     else:  # whole documents, or the ends of documents
         fraction, groups = member.held_fraction, table.groups[:count]
         whole, cuts = held_out(groups, characters, fraction, are_examples=index.masked)
-        pieces.hold_out(whole)
+        source.hold_out(whole)
         cut = np.flatnonzero(cuts >= 0)
-        pieces.cut[cut] = np.maximum(1, cuts[cut])
-        place = np.maximum(corpus.places_of(cut, cuts[cut]), pieces.train[cut, 0])
-        pieces.val[cut, 0] = pieces.train[cut, 1] = place
-    return pieces
+        source.cut[cut] = np.maximum(1, cuts[cut])
+        place = np.maximum(corpus.places_of(cut, cuts[cut]), source.train[cut, 0])
+        source.val[cut, 0] = source.train[cut, 1] = place
+    return source
 
 
 def held_out(
@@ -244,21 +245,21 @@ def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.nda
     """The hashes below the fraction. If none of the `first` documents is, also their lowest hash,
     so that a small part of a source has validation data, too."""
     bound = np.uint64(int(Fraction(str(fraction)) * 2**64))
-    held: np.ndarray = hashes < bound
+    is_held: np.ndarray = hashes < bound
     if len(first) and first.min() >= bound:
-        held |= hashes == first.min()
-    return held
+        is_held |= hashes == first.min()
+    return is_held
 
 
-def _hold_out_shards(pieces: Pieces, member: Member[Corpus]) -> None:
+def _hold_out_shards(source: SplitSource, member: Member[Corpus]) -> None:
     """Hold out the first `data.val_shards` shards, which may end inside a document; or another
     tool's shards by their names, else the end of all their tokens."""
-    corpus, data, fraction = pieces.corpus, member.data, member.held_fraction
+    corpus, data, fraction = source.corpus, member.data, member.held_fraction
     names = [Path(shard.file).name.lower() for shard in corpus.index.shards]
     held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
-    first, last = pieces.train.T
+    first, last = source.train.T
     if data.val_shards:
-        end = data.val_shards * data.shard_tokens if len(pieces.texts) else 0
+        end = data.val_shards * data.shard_tokens if len(source.texts) else 0
         if not end and data.val_shards < len(names):
             end = int(corpus.edges[data.val_shards])
         if not 0 < end < last[-1:].sum():
@@ -268,55 +269,56 @@ def _hold_out_shards(pieces: Pieces, member: Member[Corpus]) -> None:
                 f"lower it or data.shard_tokens{more}"
             )
         place = np.clip(end, first, last)  # the end of the held-out tokens of each document
-        pieces.val = np.stack([first, place], axis=1)
-        pieces.train = np.stack([place, last], axis=1)
-        pieces.cut[(first < place) & (place < last)] = 1
+        source.val = np.stack([first, place], axis=1)
+        source.train = np.stack([place, last], axis=1)
+        source.cut[(first < place) & (place < last)] = 1
     elif fraction and held.any() and not held.all():
-        pieces.hold_out(held)
+        source.hold_out(held)
     elif fraction and len(held):
         tokens = corpus.index.tokens
         end = tokens - max(1, int(tokens * Fraction(str(fraction))))
-        pieces.val[:, 0] = pieces.train[:, 1] = np.clip(end, first, last)
+        source.val[:, 0] = source.train[:, 1] = np.clip(end, first, last)
 
 
-def _leave_out_shared(pieces: list[Pieces]) -> int:
+def _leave_out_shared(sources: list[SplitSource]) -> int:
     """Do not train on texts and shards of the validation data; the number of such documents."""
     # the hashes of held-out texts, and the characters of each that may train: those before the cut
     texts, characters = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
-    for p in pieces:
-        if len(p.texts):
-            held = sizes_of(p.val) > 0
-            texts.append(p.texts[held])
-            cut = p.cut[held]
-            characters.append(np.zeros_like(cut) if p.corpus.spec.is_val else cut)
+    for source in sources:
+        if len(source.texts):
+            held = sizes_of(source.val) > 0
+            texts.append(source.texts[held])
+            cut = source.cut[held]
+            characters.append(np.zeros_like(cut) if source.corpus.spec.is_val else cut)
     held_texts, number = np.unique(np.concatenate(texts), return_inverse=True)
     allowed = np.full(len(held_texts), np.iinfo(np.int64).max)
     np.minimum.at(allowed, number, np.concatenate(characters))  # the least of each text
-    separate = [shard for p in pieces if p.corpus.spec.is_val for shard in p.corpus.index.shards]
-    files = {key for shard in separate for key in (shard.file, shard.identity)}
-    shared = 0
-    for p in pieces:
-        if len(p.texts):
-            also = np.isin(p.texts, held_texts)
-            cut, most = p.cut[also], allowed[np.searchsorted(held_texts, p.texts[also])]
-            also[also] = (cut == 0) | (cut > most)
+    separate = [source.corpus.index for source in sources if source.corpus.spec.is_val]
+    files = {key for index in separate for s in index.shards for key in (s.file, s.identity)}
+    count = 0
+    for source in sources:
+        if len(source.texts):
+            shared = np.isin(source.texts, held_texts)
+            places = np.searchsorted(held_texts, source.texts[shared])
+            cut = source.cut[shared]
+            shared[shared] = (cut == 0) | (cut > allowed[places])
         else:
-            shards = p.corpus.index.shards
-            also = np.array([bool(files & {s.file, s.identity}) for s in shards], bool)
-        shared += int((also & (sizes_of(p.train) > 0)).sum())
-        keep(p.train, ~also)
-    return shared
+            shards = source.corpus.index.shards
+            shared = np.array([bool(files & {s.file, s.identity}) for s in shards], bool)
+        count += int((shared & (sizes_of(source.train) > 0)).sum())
+        keep_only(source.train, ~shared)
+    return count
 
 
 def _choose(ranges: list[np.ndarray], hashes: list[np.ndarray], size: int, purpose: str) -> None:
     """Keep `size` documents (0: all) of the sources, by the lowest random numbers."""
-    draws = [draws_of(own, purpose) for own in hashes]
-    present = [draw[sizes_of(own) > 0] for draw, own in zip(draws, ranges, strict=True)]
+    draws = [draws_of(texts, purpose) for texts in hashes]
+    present = [draw[sizes_of(documents) > 0] for draw, documents in zip(draws, ranges, strict=True)]
     flat = np.concatenate([np.zeros(0, np.uint64), *present])
     if 0 < size < len(flat):
         last = np.partition(flat, size - 1)[size - 1]
-        for draw, own in zip(draws, ranges, strict=True):
-            keep(own, draw <= last)
+        for draw, documents in zip(draws, ranges, strict=True):
+            keep_only(documents, draw <= last)
 
 
 def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
@@ -325,7 +327,7 @@ def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
     return splitmix(hashes ^ key)
 
 
-def _part(pieces: Pieces, ranges: np.ndarray, cut: np.ndarray) -> Part:
+def _part(source: SplitSource, ranges: np.ndarray, cut: np.ndarray) -> Part:
     """The documents whose range is not empty, as ranges of neighbours end to end."""
     numbers = np.flatnonzero(sizes_of(ranges) > 0)
     start, stop = ranges[numbers].T
@@ -333,8 +335,8 @@ def _part(pieces: Pieces, ranges: np.ndarray, cut: np.ndarray) -> Part:
     ends = np.append(begins[1:], True)[: len(stop)]
     joined = np.stack([start[begins], stop[ends]], axis=1)
     edges = np.append(0, np.cumsum(stop - start))
-    if not len(pieces.texts):
-        return Part(pieces.corpus, joined, edges[-1:], numbers[:0])
-    content = pieces.texts[numbers].tobytes() + cut[numbers].astype("<i8").tobytes()
+    if not len(source.texts):
+        return Part(source.corpus, joined, edges[-1:], numbers[:0])
+    content = source.texts[numbers].tobytes() + cut[numbers].astype("<i8").tobytes()
     text = hashlib.sha256(content).hexdigest()[:16]
-    return Part(pieces.corpus, joined, edges, numbers, text)
+    return Part(source.corpus, joined, edges, numbers, text)

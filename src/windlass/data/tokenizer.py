@@ -207,29 +207,36 @@ class Tokenizer:
         """The tokens of the joined pieces, each with the mark of its piece; a token over several
         pieces has their largest mark."""
         pieces = [piece for piece in pieces if piece[0] != ""]
-        if self.kind in ("byte", "char", "gpt2"):  # by bytes, which is faster
-            all_ids, all_marks = list[int](), list[int]()
-            for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
-                values, by_piece = zip(*run, strict=True)
-                if is_special:
-                    all_ids += values
-                    all_marks += by_piece
-                    continue
-                texts = [text.encode("utf-8", "replace") for text in values]
-                run_ids = self.encode(b"".join(texts).decode())
-                starts = np.cumsum(self._sizes[run_ids]) - self._sizes[run_ids]
-                by_byte = np.repeat(by_piece, list(map(len, texts)))
-                all_ids += run_ids.tolist()
-                all_marks += np.maximum.reduceat(by_byte, starts).tolist()
-            return all_ids, all_marks
+        by_bytes = self.kind in ("byte", "char", "gpt2")  # which is faster
+        return self._encode_by_bytes(pieces) if by_bytes else self._encode_by_offsets(pieces)
+
+    def _encode_by_bytes(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
+        """`encode_marked` for a tokenizer whose tokens have whole bytes of the text each."""
+        ids, marks = list[int](), list[int]()
+        for is_special, run in groupby(pieces, lambda piece: isinstance(piece[0], int)):
+            values, by_piece = zip(*run, strict=True)
+            if is_special:
+                ids += values
+                marks += by_piece
+                continue
+            texts = [text.encode("utf-8", "replace") for text in values]
+            run_ids = self.encode(b"".join(texts).decode())
+            sizes = self.byte_lengths[run_ids]
+            by_byte = np.repeat(by_piece, list(map(len, texts)))
+            ids += run_ids.tolist()
+            marks += np.maximum.reduceat(by_byte, np.cumsum(sizes) - sizes).tolist()
+        return ids, marks
+
+    def _encode_by_offsets(self, pieces: MarkedPieces) -> tuple[list[int], list[int]]:
+        """`encode_marked` by the characters that the library gives for each token."""
         library, stand_ins, stand_in_ids = self._stand_ins
         texts = [stand_ins[piece] if isinstance(piece, int) else piece for piece, _ in pieces]
         text = valid("".join(texts))
         encoded, done, before = [np.zeros((0, 3), np.int64)], 0, ""
         for stretch in stretches(text):
-            found = library.encode(before + stretch, add_special_tokens=False)
+            encoding = library.encode(before + stretch, add_special_tokens=False)
             # id, first character and end of each token
-            tokens = np.column_stack([found.ids, np.reshape(found.offsets, (-1, 2))])
+            tokens = np.column_stack([encoding.ids, np.reshape(encoding.offsets, (-1, 2))])
             tokens = tokens[tokens[:, 1] >= len(before)].astype(np.int64)
             tokens[:, 1:] += done - len(before)
             encoded.append(tokens)
@@ -237,21 +244,19 @@ class Tokenizer:
         tokens = np.concatenate(encoded)
         # without a special token's text in the common vocabulary, which `encode` drops too
         special = np.flatnonzero(np.isin(tokens[:, 0], list(self.special.values())))
-        own = [n for n in special if self.special.get(text[slice(*tokens[n, 1:])]) == tokens[n, 0]]
-        ids, start, stop = np.delete(tokens, own, axis=0).T
+        dropped = [
+            n for n in special if self.special.get(text[slice(*tokens[n, 1:])]) == tokens[n, 0]
+        ]
+        ids, start, stop = np.delete(tokens, dropped, axis=0).T
         ends = np.cumsum(list(map(len, texts)))
         first = np.searchsorted(ends, start, "right")
         last = np.searchsorted(ends, np.maximum(stop, start + 1), "left")
         spans = np.stack([first, last + 1], axis=1).ravel()
         marks = np.maximum.reduceat([*(mark for _, mark in pieces), False], spans)[::2]
         if given := [piece for piece in pieces if isinstance(piece[0], int)]:
-            at = np.isin(ids, stand_in_ids)
-            ids[at], marks[at] = zip(*given, strict=True)
+            is_stand_in = np.isin(ids, stand_in_ids)
+            ids[is_stand_in], marks[is_stand_in] = zip(*given, strict=True)
         return ids.tolist(), marks.tolist()
-
-    @cached_property
-    def _sizes(self) -> np.ndarray:
-        return self.byte_lengths()
 
     @cached_property
     def _stand_ins(self) -> tuple[Any, dict[int, str], list[int]]:
@@ -280,6 +285,7 @@ class Tokenizer:
             text += UNKNOWN * len(part) if decoded is None else decoded
         return text
 
+    @cached_property
     def byte_lengths(self) -> np.ndarray:
         """UTF-8 bytes of each id, decoded after another token, int64 [V]; 0 for special tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)

@@ -182,7 +182,7 @@ def read_inputs(
 
 def _with_prepared_data(inputs: PlanInputs) -> PlanInputs:
     """The inputs with sizes of the prepared data, or with the reason why they are unknown."""
-    from windlass.data.batch import real_tokens
+    from windlass.data.batch import unpadded_tokens
     from windlass.data.open import open_samples
     from windlass.data.prepare import find_prepared
 
@@ -204,7 +204,7 @@ def _with_prepared_data(inputs: PlanInputs) -> PlanInputs:
         width=width,
         vocab=opened.vocab,
         samples_per_epoch=len(samples),
-        tokens_per_sample=(real_tokens(samples) or 0) / len(samples),
+        tokens_per_sample=(unpadded_tokens(samples) or 0) / len(samples),
         val_samples=len(opened.val or ()),
         mixture=samples if recipe.data.mix else None,
     )

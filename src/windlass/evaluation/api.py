@@ -133,8 +133,8 @@ def _settings(
 
 def precision_of(recipe: Recipe, changes: Collection[str], gpu: bool) -> str:
     """The precision for a saved model: the run's on a GPU, fp32 on a CPU, unless overridden."""
-    own = recipe.train.precision
-    return own if gpu or own == "fp64" or "train.precision" in changes else "fp32"
+    trained = recipe.train.precision
+    return trained if gpu or trained == "fp64" or "train.precision" in changes else "fp32"
 
 
 def measure(

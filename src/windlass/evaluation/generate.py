@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -113,16 +114,14 @@ def generate_divided(
 ) -> dict[int, str]:
     """A text for each number, generated on one rank; every rank gets all texts."""
     mesh = passes.ranks.mesh
-    own = numbers[mesh.data_rank :: mesh.data_world]
-    prompts = [prompt_of(number) for number in own]
-    texts = generate(passes, prompts, sampling, own)
+    own_numbers = numbers[mesh.data_rank :: mesh.data_world]
+    prompts = [prompt_of(number) for number in own_numbers]
+    texts = generate(passes, prompts, sampling, own_numbers)
     decoded = [
         (n, text_after(passes.tokenizer, prompt, ids))
-        for n, prompt, ids in zip(own, prompts, texts, strict=True)
+        for n, prompt, ids in zip(own_numbers, prompts, texts, strict=True)
     ]
-    return {
-        n: text for part in passes.ranks.all_gather_object("texts", decoded) for n, text in part
-    }
+    return dict(chain(*passes.ranks.all_gather_object("texts", decoded)))
 
 
 def generate_events(

@@ -1,13 +1,11 @@
-"""The likelihood of given tokens: validation loss, and HellaSwag (arXiv 1905.07830)."""
+"""The likelihood of given tokens: a validation set's loss, and endings after their contexts."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from windlass.data.batch import Samples
-from windlass.data.items import record_of
 from windlass.data.loader import eval_batches
 from windlass.data.mixture import MixedSamples
-from windlass.data.recipe_sources import SourceSpec
-from windlass.data.sources import open_source
-from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.passes import Passes
 from windlass.model.attention import documents_of
@@ -30,7 +24,6 @@ from windlass.model.modes import casting_once, evaluating, scalar
 from windlass.parallel.collectives import sum_async, sum_over_stages
 from windlass.recipe.settings import IGNORE_INDEX
 
-HELLASWAG = "hf:Rowan/hellaswag"
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 # In fp32 2 GB on a GPU. The C library reuses blocks of 32 MB; larger ones have new pages each time.
 LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**29}
@@ -146,19 +139,19 @@ def log_likelihoods(passes: Passes, rows: Sequence[Continuation]) -> list[Likeli
     with evaluating(model), torch.no_grad():
         for first in range(0, len(groups), mesh.data_world):
             at = first + mesh.data_rank
-            own = groups[at] if at < len(groups) else []
+            members = groups[at] if at < len(groups) else []
             # A rank without work in the last round takes part with one token.
-            columns = [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])]
+            columns = [torch.tensor(texts[i]) for i in members] or [torch.tensor([0, 0])]
             batch = pad_sequence(columns, batch_first=True)
             if device.type == "cuda":
                 batch = batch.pin_memory()
             batch = batch.to(device, non_blocking=True)
             with casting_once(passes.autocast):
                 logits = model(batch[:, :-1])
-            for row, i in enumerate(own):
+            for row, i in enumerate(members):
                 part = slice(lengths[i] - counts[i], lengths[i])
                 results.append(score(logits[row, part], batch[row, 1:][part]))
-            scored += own
+            scored += members
             passes.check()
             passes.show(min(first + mesh.data_world, len(groups)), len(groups))
     sums, greedy_rows = [0.0] * len(rows), [0.0] * len(rows)
@@ -176,84 +169,3 @@ def score(logits: Tensor, wanted: Tensor) -> Tensor:
     scores = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
     greedy = (logits.argmax(-1) == wanted).all().double()
     return torch.stack([scores.double().sum(), greedy])
-
-
-class Item(NamedTuple):
-    """A text with four endings, as EleutherAI's harness writes them."""
-
-    context: str
-    endings: tuple[str, ...]  # four
-    label: int  # the number of the right ending
-
-
-def read_items(file: str = "", limit: int = 0) -> list[Item]:
-    """The first `limit` (0: all) items, from a JSONL file or `datasets`; UserError if none."""
-    if file and not Path(file).is_file():
-        raise UserError(f"eval.hellaswag_file: {file} does not exist")
-    place = file or HELLASWAG
-    setting = "eval.hellaswag_file" if file else "eval.hellaswag_file is empty"
-    spec = SourceSpec(place, place, "chat", split="validation", setting=setting)
-    items = []
-    for record in itertools.islice(open_source(spec).items(), limit or None):
-        try:
-            row = record_of(record)
-            # the endings continue the second part, a new sentence
-            text = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if "ctx_a" in row else row["ctx"]
-            if row.get("activity_label"):
-                text = f"{row['activity_label']}: {text}"
-            context, *endings = map(_without_tags, (text, *row["endings"]))
-            label = int(row["label"])
-            if not all((context, *endings)) or not 0 <= label < len(endings):
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
-            expected = "a HellaSwag item has ctx, endings, and as label the number of one"
-            raise UserError(f"{record.place}: {expected}") from None
-        items.append(Item(context, tuple(endings), label))
-    if not items:
-        raise UserError(f"eval.hellaswag_file: {file} is empty")
-    return items
-
-
-def _without_tags(text: str) -> str:
-    """A text without the tags of WikiHow, such as `[header]`."""
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
-
-
-def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuation]:
-    """Each item with each ending, cut after the tokens of the context, whose last spaces go to the
-    ending."""
-    rows = []
-    for item in items:
-        stripped = item.context.rstrip()
-        before = tokenizer.prompt(stripped)
-        for text in item.endings:
-            ending = f"{item.context[len(stripped) :]} {text}"
-            rest = tokenizer.prompt(stripped + ending)[len(before) :]
-            # an ending lacks tokens if its text merges with the context's last one
-            rest = rest or tokenizer.encode(ending, before=stripped).tolist()
-            rows.append(Continuation(before, rest))
-    return rows
-
-
-def evaluate_hellaswag(
-    passes: Passes, items: Sequence[Item], rows: Sequence[Continuation]
-) -> dict[str, float]:
-    """Accuracy over the items, and `items`; `rows` are their `continuations`.
-
-    The model's answer is the ending with the largest log-likelihood: in sum (`acc`), per byte
-    (`acc_norm`), or per token (`acc_per_token`, as llm.c).
-    """
-    rest = iter(log_likelihoods(passes, rows))
-    right = Counter[str]()
-    for item in items:
-        endings = list(itertools.islice(rest, len(item.endings)))
-        pairs = list(zip(endings, item.endings, strict=True))
-        normalised = {
-            "acc": [ending.sum for ending in endings],
-            "acc_norm": [ending.sum / len(text.encode()) for ending, text in pairs],
-            "acc_per_token": [ending.sum / ending.tokens for ending in endings],
-        }
-        for name, values in normalised.items():
-            right[name] += values.index(max(values)) == item.label
-    return {name: number / len(items) for name, number in right.items()} | {"items": len(items)}

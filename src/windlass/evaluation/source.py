@@ -123,8 +123,8 @@ def _of_transformers(name: str, adapter: Path | None, overrides: Changes) -> Sou
     directory = hub.directory(model.name, model.revision, key=name)
     # The context and the tokenizer of the directory, unless overridden.
     home = adapter if adapter and (adapter / "tokenizer.json").is_file() else directory
-    own = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{home}"}
-    recipe = recipe.replace(own).replace(overrides, AS_READ)
+    defaults = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{home}"}
+    recipe = recipe.replace(defaults).replace(overrides, AS_READ)
     tokenizer = named_tokenizer(f"hf:{home}")
     if home == adapter:  # the start and the ends of a text are beside the model
         with suppress(UserError):

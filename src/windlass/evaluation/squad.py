@@ -8,7 +8,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -70,15 +70,8 @@ def eval_questions(recipe: Recipe) -> list[Question]:
 def read_questions(source: str, split: str, recipe: Recipe, setting: str) -> list[Question]:
     """All questions of a source, without unreadable ones that `data.on_bad_item` leaves out."""
     data, questions = recipe.data, list[Question]()
-    spec = SourceSpec(
-        source,
-        source,
-        "squad",
-        split=split,
-        columns=tuple(data.columns.items()),
-        on_bad_item=data.on_bad_item,
-        setting=setting,
-    )
+    keys: dict[str, Any] = {"columns": tuple(data.columns.items()), "on_bad_item": data.on_bad_item}
+    spec = SourceSpec(source, source, "squad", split=split, setting=setting, **keys)
     for item in open_source(spec, lambda _: None).items():
         try:
             questions.append(cast(Question, example_of(item, spec)))

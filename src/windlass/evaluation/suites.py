@@ -19,14 +19,8 @@ from windlass.data.chat import Template
 from windlass.data.items import Question
 from windlass.data.tokenizer import Tokenizer
 from windlass.evaluation.harness import run_harness
-from windlass.evaluation.likelihood import (
-    Continuation,
-    Item,
-    continuations,
-    evaluate_hellaswag,
-    evaluate_loss,
-    read_items,
-)
+from windlass.evaluation.hellaswag import Item, continuations, evaluate_hellaswag, read_items
+from windlass.evaluation.likelihood import Continuation, evaluate_loss
 from windlass.evaluation.passes import Passes
 from windlass.evaluation.squad import eval_questions, evaluate_squad
 from windlass.fileio import write_atomic
@@ -58,7 +52,9 @@ class Suites:
 
     @property
     def names(self) -> list[str]:
-        return [*(self.recipe.eval.suites if self.val is not None else []), *self.own]
+        """The recipe's suites and the user's; the loss only if there is a validation set."""
+        suites = [s for s in self.recipe.eval.suites if s != LOSS_SUITE or self.val is not None]
+        return [*suites, *self.own]
 
     def measure(
         self,
@@ -74,15 +70,9 @@ class Suites:
         `whole`: also measure the loss of all validation data, not only of `eval.batches`.
         `average`: also measure the validation loss of these weights of the model.
         """
-        passes = Passes(
-            unwrap(model),
-            self.ranks,
-            self.tokenizer,
-            self.template,
-            partial(autocast, self.recipe, self.ranks.device),
-            poll,
-            progress,
-        )
+        ranks, tokenizer = self.ranks, self.tokenizer
+        low = partial(autocast, self.recipe, ranks.device)
+        passes = Passes(unwrap(model), ranks, tokenizer, self.template, low, poll, progress)
         items: Sequence[Any] = ()
         if suite == SQUAD_SUITE:
             items = self._questions
@@ -92,7 +82,7 @@ class Suites:
         started = time.perf_counter()  # without reading the items
         # Passes of other shapes must not recompile the training.
         fixed = suite == LOSS_SUITE and not self.recipe.data.ragged_
-        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+        devices = [ranks.device] if ranks.device.type == "cuda" else []
         seeded = torch.random.fork_rng(devices=devices)
         with seeded, nullcontext() if fixed else varying_shapes():
             # A module may draw random numbers in evaluation mode, too.
@@ -124,9 +114,8 @@ class Suites:
         size = self.recipe.train.global_batch
         limit = self.recipe.eval.batches * size
         measure = partial(evaluate_loss, passes, batch=self.batch)
-        scores: SuiteScores = measure(
-            self.val, limit=limit, whole=whole, token_bytes=self._token_bytes
-        )
+        token_bytes = getattr(self.tokenizer, "byte_lengths", None)  # another tokenizer may lack it
+        scores: SuiteScores = measure(self.val, limit=limit, whole=whole, token_bytes=token_bytes)
         if average is not None:
             with average.in_model():
                 averaged = measure(self.val, limit=limit, whole=whole)
@@ -138,10 +127,6 @@ class Suites:
             trained = measure(Subset(self.train, count, self.recipe.run.seed))
             scores |= {f"train_{key}": trained[key] for key in ("loss", "tokens", "samples")}
         return scores
-
-    @cached_property
-    def _token_bytes(self) -> Any:  # another tokenizer may lack it
-        return getattr(self.tokenizer, "byte_lengths", lambda: None)()
 
     @cached_property
     def _questions(self) -> list[Question]:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from windlass import __version__
+from windlass.data.recipe_sources import root_of
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW, plural
 from windlass.estimate.step import Collective
 from windlass.parallel.env import detect_env
@@ -198,7 +199,7 @@ def facts_of_rank(ranks: Ranks) -> dict[str, Any]:
 
 def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Space and write speed of the directories, and whether each rank sees a file of rank 0."""
-    places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
+    places = {"run directory": recipe.run_dir, "data directory": root_of(recipe)}
     # several jobs may check one directory at the same time
     check = ranks.broadcast_object("check", uuid.uuid4().hex)
     disks = dict[str, dict[str, Any]]()

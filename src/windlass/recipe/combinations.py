@@ -79,6 +79,8 @@ def sources(r: Any) -> Problems:
     web = ("http://", "https://")
     if any(name.startswith(web) for name in d.sources) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
+    if any(name.startswith(web) for name in d.eval_sources):
+        yield "data.eval_source", "data.sha256 checks data.source only: download it, write its path"
     are_hub = {name.startswith("hf:") for name in d.sources}
     if d.eval_split and not (d.mix or any(d.eval_sources)) and len(are_hub) == 2:
         problem = "only a source hf:NAME has splits, and data.source has others"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from windlass.recipe.network import Names, Section
+from windlass.recipe.section import Names, Section
 from windlass.recipe.units import Duration
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -62,8 +62,8 @@ class DataSettings(Section):
     (`datasets`); `squad` or `squad:FILE.json`; token shards of other tools, as `shards:GLOB` or
     `shards:URL` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin); or a list of these."""
     eval_source: Sources = ""
-    """Validation corpus, as `source`; empty: held out from it. Its limit is `val_fraction` of
-    `max_tokens`. A training text that it also has is left out."""
+    """Validation corpus, as `source` but not `https://...`; empty: held out from it. Its limit is
+    `val_fraction` of `max_tokens`. A training text that it also has is left out."""
     mix: list[MixSource] = []
     """A mixture instead of `source`: sources that are sampled by weight."""
     stages: list[MixStage] = []

@@ -21,8 +21,8 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     suggests a valid key for an unknown one."""
     fields = settings()
     loaded = Recipe.load(recipe, overrides) if recipe else Recipe()
-    plain = loaded.model_dump(mode="json", by_alias=True)
-    flat = {k: typed(value) for k, value in flatten(plain).items()}
+    dumped = loaded.model_dump(mode="json", by_alias=True)
+    flat = {k: typed(value) for k, value in flatten(dumped).items()}
     tables = [k for k in fields if k not in flat]
     flat |= {k: typed(attrgetter(k)(loaded)) for k in tables}
     if inside := [k for k in fields if k.startswith(f"{key}.")]:
@@ -34,9 +34,9 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
         return "\n".join([f"{key}: {type(attrgetter(key)(loaded)).__doc__}", *lines])
     rows = {k: row for k, row in rows_of(fields).items() if f"{k}.".startswith(f"{key}.")}
     if key in rows:
-        about = " ".join(rows[key].description.split())
+        description = " ".join(rows[key].description.split())
         default = "" if rows[key].is_required() else f"\ndefault   {typed(rows[key].default)}"
-        return f"{key}\n{about}\n\nvalues    {values(rows[key])}{default}"
+        return f"{key}\n{description}\n\nvalues    {values(rows[key])}{default}"
     if key not in fields:
         raise UserError(f"{key} is not a setting; {nearest(key, fields)}")
     shown = [f"values    {values(fields[key])}", f"default   {typed(fields[key].default)}"]

@@ -98,9 +98,9 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
             inside = ", ".join(k for k in fields if k.startswith(f"{whole}."))
             problems[whole] = f"this is a section; its settings are {inside}"
         elif error["type"] == "string_pattern_mismatch":  # alone it explains little
-            about = " ".join(known[without_index(key)].description.split())
+            description = " ".join(known[without_index(key)].description.split())
             form = error["ctx"]["pattern"]
-            problems[key] = f"{json.dumps(value)} does not match {form}: {about}"
+            problems[key] = f"{json.dumps(value)} does not match {form}: {description}"
         else:
             is_ours = error["type"] == "value_error"
             text = str(error["ctx"]["error"]) if is_ours else error["msg"]

@@ -20,6 +20,14 @@ from pydantic import BaseModel
 from windlass.errors import UserError, did_you_mean
 from windlass.fileio import read_json
 
+# in a run: the recipe to read and edit, and the recipe as Windlass last recorded it
+RECIPE, LINEAGE = "recipe.toml", "lineage.json"
+RUN_FILES = (LINEAGE, "metrics.jsonl")  # a directory with a recipe and one of these is a run
+SECTIONS = 10  # tables and keys at the top of a whole recipe, `preset` among them
+Changes = str | Mapping[str, Any] | Iterable[str]
+"""Settings to change: `{"optim.lr": 3e-4}`, nested or dotted, or text as on the command line
+(`["optim.lr=3e-4"]`)."""
+
 PATHS = re.compile(  # settings; `run.dir` always starts from the working directory
     r"data\.(source|eval_source|mix|dir|tokenizer|chat_template)"
     r"|data\.mix\.[^.]+\.(source|eval_source)"
@@ -62,15 +70,6 @@ def from_here(changes: Mapping[str, Any], base: str) -> dict[str, Any]:
     if home_of(base) is None or "run.base" in changes:
         return dict(changes)
     return {key: located(key, value, Path.cwd()) for key, value in changes.items()}
-
-
-# in a run: the recipe to read and edit, and the recipe as Windlass last recorded it
-RECIPE, LINEAGE = "recipe.toml", "lineage.json"
-RUN_FILES = (LINEAGE, "metrics.jsonl")  # a directory with a recipe and one of these is a run
-SECTIONS = 10  # tables and keys at the top of a whole recipe, `preset` among them
-Changes = str | Mapping[str, Any] | Iterable[str]
-"""Settings to change: `{"optim.lr": 3e-4}`, nested or dotted, or text as on the command line
-(`["optim.lr=3e-4"]`)."""
 
 
 def flatten(
@@ -272,10 +271,10 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     below = beside if beside.is_file() else _find(str(base))
     files = []
     for settings in _files(below, (*seen, path.resolve())):
-        own = settings
+        inherited = settings
         if "run.base" in settings:  # a run's recipe, for another run
             home = home_of(settings["run.base"]) or Path.cwd()
-            own = {key: located(key, value, home) for key, value in settings.items()}
-            own = {key: own[key] for key in own if key not in ("run.base", "run.dir")}
-        files.append(own)
+            kept = (key for key in settings if key not in ("run.base", "run.dir"))
+            inherited = {key: located(key, settings[key], home) for key in kept}
+        files.append(inherited)
     return [*files, mine]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +22,8 @@ from windlass.recipe.combinations import CHECKS
 from windlass.recipe.data import DataSettings
 from windlass.recipe.keys import problems_of
 from windlass.recipe.layers import RECIPE, Changes
-from windlass.recipe.network import Frozen, ModelSettings, Section
+from windlass.recipe.network import ModelSettings
+from windlass.recipe.section import Frozen, Section
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
@@ -107,8 +109,8 @@ class Recipe(Frozen):
 
     def replace(self, *changes: Changes, **values: Any) -> Recipe:
         """A checked copy: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or text."""
-        how: dict[str, Any] = {"exclude_unset": True, "exclude_none": True}
-        tree = self.as_written.model_dump(mode="json", by_alias=True, **how)
+        options: dict[str, Any] = {"exclude_unset": True, "exclude_none": True}
+        tree = self.as_written.model_dump(mode="json", by_alias=True, **options)
         new = dict[str, Any]()
         for change in (*changes, values):
             new |= layering.dotted(change)
@@ -124,8 +126,8 @@ class Recipe(Frozen):
         """Every setting that has an effect, as nested plain values."""
         unused = {"model": set(self.model.unused), "data": set(self.data.unused)}
         # TOML lacks None.
-        how: dict[str, Any] = {"exclude": unused, "exclude_none": True}
-        return self.as_written.model_dump(mode="json", by_alias=True, **how)
+        options: dict[str, Any] = {"exclude": unused, "exclude_none": True}
+        return self.as_written.model_dump(mode="json", by_alias=True, **options)
 
     def flat(self) -> dict[str, Any]:
         """The same, each under its dotted key."""
@@ -165,7 +167,7 @@ class Recipe(Frozen):
     @property
     def run_dir(self) -> Path:
         """The run's directory: `run.dir`, or `runs/<name>`."""
-        return Path(self.run.dir or f"runs/{self.name}")
+        return Path(os.path.expanduser(self.run.dir or f"runs/{self.name}"))
 
     @property
     def tokenizer(self) -> str:
@@ -282,11 +284,9 @@ class Recipe(Frozen):
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Recipe:
         """A recipe from a file's settings, nested or dotted, perhaps with `extends`."""
-        changes = {
-            key: value for key, value in layering.dotted(settings).items() if key != "extends"
-        }
-        if "extends" in settings:
-            return Recipe.load(settings["extends"], changes)
+        changes = layering.dotted(settings)
+        if "extends" in changes:
+            return Recipe.load(changes.pop("extends"), changes)
         layering.check_preset(changes, "from_dict")
         tree = dict[str, Any]()
         _put(tree, changes)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from windlass.errors import did_you_mean
-from windlass.recipe.network import Names, Section
+from windlass.recipe.section import Names, Section
 from windlass.recipe.units import EPOCHS, Duration
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`

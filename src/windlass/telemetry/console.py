@@ -137,8 +137,8 @@ class Console:
             if measure.words and measure.name in line:
                 parts.append(f"{measure.words} {show(float(line[measure.name]), measure.kind)}")
         if suite.startswith("own:"):
-            own = (key for key, value in line.items() if isinstance(value, float))
-            parts += [f"{key} {show(line[key], 'loss')}" for key in own if key not in EVAL]
+            names = (key for key, value in line.items() if isinstance(value, float))
+            parts += [f"{key} {show(line[key], 'loss')}" for key in names if key not in EVAL]
         if "runtime_s" in line:
             parts.append(f"{line['runtime_s']:.1f} s")
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join(parts)}", "green")

@@ -98,9 +98,9 @@ def describe_rank(
 
 def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The versions of Windlass, Python and torch; on GPUs also of CUDA and NCCL."""
-    own = {"windlass": __version__, "python": platform.python_version()}
-    own["torch"] = metadata.version("torch")
-    return own | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
+    numbers = {"windlass": __version__, "python": platform.python_version()}
+    numbers["torch"] = metadata.version("torch")
+    return numbers | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
 
 
 def describe_job(environ: Mapping[str, str]) -> dict[str, str]:

@@ -42,11 +42,11 @@ def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> Scores:
     Values on other items than the last line's do not count: a resume may change the items.
     """
     suite, _, name = measure.partition(".")
-    own = [x for x in lines if x["kind"] == "eval" and x.get("suite", LOSS) == suite]
-    scores = Scores(lower=lower_is_better(measure, own))
-    for line in own:
+    suite_lines = [x for x in lines if x["kind"] == "eval" and x.get("suite", LOSS) == suite]
+    scores = Scores(lower=lower_is_better(measure, suite_lines))
+    for line in suite_lines:
         value = float(line.get(name or suite, math.nan))
-        same = all(line.get(key) == own[-1].get(key) for key in SAME_ITEMS)
+        same = all(line.get(key) == suite_lines[-1].get(key) for key in SAME_ITEMS)
         if same and math.isfinite(value):
             scores[int(line["step"])] = value
     return scores
@@ -108,11 +108,9 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
     speed = throughput(ledger)
     speeds = speed._asdict() if speed else {}
     means = {f"{name}_mean": value for name, value in speeds.items() if value is not None}
-    for line in ledger:
-        if line.get("event") == "first_step":
-            means.setdefault("startup_s", line["startup_s"])
-    evaluated = evaluation_speed(ledger)
-    if evaluated is not None:
+    if firsts := [line for line in ledger if line.get("event") == "first_step"]:
+        means["startup_s"] = firsts[0]["startup_s"]
+    if evaluated := evaluation_speed(ledger):
         means["eval_samples_per_s"] = evaluated
     return means
 
@@ -136,19 +134,19 @@ def wall_time(lines: Iterable[Line]) -> dict[str, float]:
     """
     attempts = _timed_lines(lines)
     totals = dict.fromkeys(PHASES, 0.0)
-    for number, own in attempts.items():
+    for number, attempt_lines in attempts.items():
         resumed_at = min(
             (later[0]["step"] for other, later in attempts.items() if other > number),
             default=float("inf"),
         )
         useful: dict[str, float] = {}
-        for line in own:
+        for line in attempt_lines:
             # The event of a checkpoint written in the background may come after lines of later
             # steps: only the lines before the first one beyond that step count.
             if line["step"] > resumed_at:
                 break
             useful = line["seconds"]
-        for phase, seconds in own[-1]["seconds"].items():
+        for phase, seconds in attempt_lines[-1]["seconds"].items():
             totals[phase] = totals.get(phase, 0.0) + useful.get(phase, 0.0)
             totals["lost"] += seconds - useful.get(phase, 0.0)
     rounded = {phase: round(seconds, 3) for phase, seconds in totals.items()}
@@ -160,9 +158,9 @@ def device_hours(lines: Iterable[Line]) -> float:
     lines = list(lines)
     worlds = {int(x.get("attempt", 0)): x["world"] for x in lines if "world" in x}
     hours, ranks = 0.0, 1
-    for number, own in sorted(_timed_lines(lines).items()):
+    for number, attempt_lines in sorted(_timed_lines(lines).items()):
         ranks = worlds.get(number, ranks)
-        hours += sum(own[-1]["seconds"].values()) * ranks / 3600
+        hours += sum(attempt_lines[-1]["seconds"].values()) * ranks / 3600
     return hours
 
 

@@ -128,10 +128,8 @@ class StepProfile:
 
     def begin(self, step: int) -> None:
         if step == self.first:
-            activities = [ProfilerActivity.CPU]
-            if self.on_gpu:
-                activities.append(ProfilerActivity.CUDA)
-            self._profile = profile(activities=activities, acc_events=True)
+            gpu = [ProfilerActivity.CUDA] if self.on_gpu else []
+            self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
             self._profile.start()
 
     def ends(self, step: int) -> bool:

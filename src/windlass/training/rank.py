@@ -12,7 +12,7 @@ import torch
 from windlass.checkpoint.base import base_of, fill_base
 from windlass.checkpoint.format import AVERAGE
 from windlass.checkpoint.state_dict import restore
-from windlass.data.batch import real_tokens
+from windlass.data.batch import unpadded_tokens
 from windlass.data.mixture import MixedSamples, Mixture, Stage, continue_stages, stages_of
 from windlass.data.open import Data, open_data
 from windlass.data.recipe_sources import data_dirs
@@ -224,7 +224,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
             problem = 'train.steps = "compute-optimal" is for a recipe\'s own model'
             raise UserError(f"{problem}; write steps or epochs")
         parameters = read_sizes(recipe).total if recipe.model.kind == "hf" else None
-    tokens = real_tokens(data.train)
+    tokens = unpadded_tokens(data.train)
     per_sample = tokens / samples if tokens else None
     steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
     horizon = recipe.horizon(steps, samples)

@@ -215,7 +215,8 @@ class Trainer:
         scale = self.scaler.scale
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
-        counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
+        local_counts = [batch.valid_tokens, batch.unpadded_tokens, positions]
+        counts = collectives.count_async(local_counts, ranks)
         dtype = torch.float64 if self.recipe.train.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
@@ -223,7 +224,7 @@ class Trainer:
 
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             # Equal on any number of ranks. Nobody knows whether a user's module draws numbers.
-            name = f"windlass/dropout/{seed}/{batch.step}/{micro.k}"
+            name = f"windlass/dropout/{seed}/{batch.step}/{micro.index}"
             seed_generators(ranks.device, seed_of(name))
             ranks.mark(batch.step, "forward")
             stage |= documents_of(micro.batch, self.model)
