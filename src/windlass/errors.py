@@ -92,8 +92,8 @@ def require(package: str, what: str) -> None:
 
 def needs(package: str) -> str:
     """The end of a message about a missing package, with the command that installs it."""
-    extra = next((packages for packages in EXTRAS.values() if package in packages), (package,))
-    return f"needs the package {package}: pip install {' '.join(extra)}"
+    packages = next((names for names in EXTRAS.values() if package in names), (package,))
+    return f"needs the package {package}: pip install {' '.join(packages)}"
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:

@@ -26,7 +26,7 @@ from typing import IO, Any
 from windlass.errors import UserError
 
 LOCK_POLL_SECONDS = 0.1
-PIECE_BYTES = 16 * 2**20  # read, written or hashed at once; then a thread asks for Python's lock
+PIECE_BYTES = 16 * 2**20  # that a thread writes or hashes before it needs Python's lock again
 BUFFER_BYTES = 2**20  # of a `HashedFile`
 
 

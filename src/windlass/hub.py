@@ -1,6 +1,6 @@
 """The Hugging Face Hub: names become local directories, and each failure a message with a remedy.
 
-The Hub's libraries read their environment at import, so call `prepare` before that.
+The Hub's libraries read their environment at import, so call `detect_offline` before that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROBLEMS = {
 """Problem and remedy for each error of the Hub's client; a gated repository is also not found."""
 
 
-def prepare() -> None:
+def detect_offline() -> None:
     """Set HF_HUB_OFFLINE if the Hub is out of reach, unless it is set or there is a proxy."""
     proxy = any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXIES)
     if "HF_HUB_OFFLINE" in os.environ or proxy:
@@ -97,7 +97,7 @@ def directory(
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UserError(f"{key}: {name} is not a directory")
     if download:
-        prepare()
+        detect_offline()
     with explained(f"{key}: {name}{'@' + revision if revision else ''}"):
         from huggingface_hub import snapshot_download
 
@@ -113,7 +113,7 @@ def directory(
 
 def check_push(repo: str) -> None:
     """Raise UserError if an upload to the Hub cannot work."""
-    prepare()
+    detect_offline()
     option = argument("push", repo)
     require("huggingface_hub", option)
     from huggingface_hub import get_token

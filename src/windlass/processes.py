@@ -19,7 +19,7 @@ from typing import Any
 
 from windlass.launch.schedulers import host_name
 
-WATCH_DIR = "WINDLASS_WATCH_DIR"  # that directory; unset without our launcher
+WATCH_DIR = "WINDLASS_WATCH_DIR"  # directory of `RankStatus` files; unset without our launcher
 PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher or a sweep
 QUIET_END = "WINDLASS_QUIET_END"  # set if another process shows the end of this run
 # Rank 0 gets a socket that listens on MASTER_PORT already, so nobody else can take the port.
@@ -27,7 +27,7 @@ STORE_FD = "WINDLASS_STORE_FD"
 # In a job: a directory that its hosts share, for the ranks' exit codes and failures.
 REPORTS = "WINDLASS_REPORTS"
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to exit
-# the phases in which a step is not done; the last one ends it
+# the phases of a step; it is done after the last one
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 # How a child runs a module: without -P Python would import files of the working directory, such as
 # the user's random.py, in place of its own modules.
@@ -142,7 +142,7 @@ class Failure:
     time: float
     secondary: bool = False
     lost: bool = False
-    place: str = ""  # the rank's coordinates in the mesh, as `pp 1, dp 0, tp 1`
+    place: str = ""  # the rank's coordinates in the mesh, such as `pp 1, dp 0, tp 1`
     again: bool = False  # whether the launcher starts all ranks again
 
     def __str__(self) -> str:

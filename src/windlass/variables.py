@@ -53,7 +53,7 @@ def scrub(value: Any, environ: Mapping[str, str] | None = None) -> Any:
     """
     if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) < SHORT):
         return value
-    # Short values, as `1` or `test`, would be replaced in every text. A secret that contains
+    # Short values, such as `1` or `test`, would be replaced in every text. A secret that contains
     # another one comes first.
     variables = (os.environ if environ is None else environ).items()
     secrets = [v for name, v in variables if len(v) >= SHORT and names_secret(name)]

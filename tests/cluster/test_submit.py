@@ -158,7 +158,7 @@ def test_a_study_that_is_submitted_twice(cluster: Cluster, tmp_path, monkeypatch
     wait_for(lambda: list(study.path.rglob(".open-0")), 30)
     [mark] = study.path.rglob(".open-0")
     assert submit_study(study, **how, notify=messages.append) == []
-    assert any(f"cell 0, 1, 2 is in job {first.job} (running)" in text for text in messages)
+    assert any(f"cell 1, 2, 3 is in job {first.job} (running)" in text for text in messages)
     [second] = submit_study(Study.create(recipe, ["run.seed=4"], study.path), **how)
     listed = cluster.call(*tasks).stdout.split()[::2]
     assert {*listed} == {*(f"{first.job}_{task}" for task in (0, 1, 2)), f"{second.job}_3"}

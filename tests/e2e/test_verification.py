@@ -43,7 +43,7 @@ class Wrong(Bench):
 def test_one_process_proves_resume_and_kills(tmp_path):
     bench = Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,))
     for proof in (resume_exact, kills_lose_nothing):
-        passed, measured = proof(bench)
+        passed, measured, _ = proof(bench)
         assert passed, measured
 
 
@@ -58,7 +58,7 @@ def test_one_process_proves_resume_and_kills(tmp_path):
 def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds):
     bench = Wrong(tmp_path, overrides=ONE_THREAD, worlds=worlds)
     bench.wrong = wrong
-    passed, measured = proof(bench)
+    passed, measured, _ = proof(bench)
     assert passed is False
     assert wrong != "from-7" or "differ after: 7" in measured
 

@@ -15,7 +15,7 @@ import pytest
 
 import forked
 from helpers import TINY, overrides, refused, tiny_recipe, windlass
-from windlass import Recipe, evaluate, export, prepare, train, verification
+from windlass import Recipe, evaluate, export, prepare, report, train, verification
 from windlass.cli import VERBS, main, models
 from windlass.cli import train as train_verbs
 from windlass.evaluation.api import Evaluation, write
@@ -201,14 +201,14 @@ def test_a_directory_that_cannot_be_written_is_one_message(tmp_path: Path, corpu
         ("another data.dir", lambda: prepare(new.replace(f"data.dir={under}"))),
         ("another directory", lambda: export(run.path, under)),
         ("another place as out=DIR", lambda: evaluate(run.path, ["loss"], out=under)),
+        ("another out=DIR", lambda: report(run.path, under)),
         ("another name", lambda: write_first_recipe(under / "mine.toml")),
     ):
         with refused(str(under), remedy):
             call()
     study = ("sweep", "quickstart", "optim.lr=1,2", "--create", "--dir")
-    for words in (study, ("report", run.path, "--no-plots", "--out")):
-        error = windlass(*words, under, code=2).stderr
-        assert str(under) in error and "another path" in error
+    error = windlass(*study, under, code=2).stderr
+    assert str(under) in error and "another path" in error
 
 
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:

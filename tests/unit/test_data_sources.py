@@ -231,7 +231,7 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_on_record(monkeypatch):
         calls.append((name, config, how["revision"]))
         return datasets.Dataset.from_dict({"text": TEXTS})
 
-    monkeypatch.setattr(hub, "prepare", lambda: None)
+    monkeypatch.setattr(hub, "detect_offline", lambda: None)
     monkeypatch.setattr(hub, "offline", lambda: False)
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     monkeypatch.setattr(datasets, "load_dataset", load)

@@ -150,7 +150,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_hub_out_of_reach_puts_the_process_offline(error, undecided):
     connect = mock.Mock(side_effect=error, return_value=socket.socket())
     undecided.setattr(socket, "create_connection", connect)
-    hub.prepare()
+    hub.detect_offline()
     assert (os.environ.get("HF_HUB_OFFLINE") == "1") is (error is not None)
     connect.assert_called_once()
 

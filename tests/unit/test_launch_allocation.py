@@ -23,6 +23,7 @@ from windlass.launch.allocation import (
 )
 from windlass.launch.schedulers.base import Allocation
 from windlass.launch.schedulers.slurm import expand_counts, expand_hosts
+from windlass.processes import catch_signals
 
 SLURM = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]"}
 SLURM |= {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}
@@ -144,6 +145,22 @@ echo '{"secondary": true, "lost": false}' >$WINDLASS_REPORTS/failure-0.json
     assert "lost b: no rank there" in messages[0]
     named = [path.read_text() for path in tmp_path.glob("lost")]
     assert named == ([left_out] if left_out else [])
+
+
+@pytest.mark.parametrize(("stop", "starts"), [("true", 2), ("kill -USR1 $PPID; sleep 0.5", 1)])
+def test_ranks_without_memory_start_again_unless_the_job_stops(tmp_path, monkeypatch, stop, starts):
+    script = f"""echo >>{tmp_path}/starts
+[ $(wc -l <{tmp_path}/starts) = 2 ] && exit 0
+echo '{{"secondary": false, "lost": false, "again": true}}' >$WINDLASS_REPORTS/failure-0.json
+trap 'exit 1' USR1; {stop}; exit 1
+"""
+    monkeypatch.setattr(allocation, "POLL_SECONDS", 0.05)
+    monkeypatch.setenv("WINDLASS_JOB_DIR", str(tmp_path))
+    one, messages = Allocation("slurm", "7", ("a",), (1,)), list[str]()
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+    with catch_signals(signals, lambda number: None):
+        code = launch_in_job(one, ["bash", "-c", script], messages.append)
+    assert (code, len((tmp_path / "starts").read_text())) == (2 - starts, starts), messages
 
 
 @pytest.mark.parametrize(

@@ -544,7 +544,7 @@ def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatc
     assert "-J 4-6" in header(second.script) and " exit 0;; esac" not in second.script
     assert script.read_text() == first and all(mark.exists() for mark in marks)
     said = "\n".join(messages)
-    for words in ("cell 0 is in job 9.server", "cell 3 failed", "cell 1, 2 is in job 8[].server"):
+    for words in ("cell 1 is in job 9.server", "cell 4 failed", "cell 2, 3 is in job 8[].server"):
         assert words in said, said
     assert queued(path) == ("8[].server", "begun")
     with refused("qstat", "login node"):
@@ -591,7 +591,7 @@ def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     [(_, script, _)] = submit_study(study, **how)
     assert {"--array=0,3", "--nodes=2", "--gpus-per-node=4"} <= set(header(script))
     assert f'sweep {study.path} --only "$task" --launch &' in script
-    assert "cell 1 " in messages[0] and "--retry-failed" in messages[0] and "cell 2" in messages[1]
+    assert "cell 2 " in messages[0] and "--retry-failed" in messages[0] and "cell 3" in messages[1]
     [(_, script, _)] = submit_study(study, **how, retry_failed=True)
     assert "--array=0,1,3" in header(script)
     assert '"$task" --launch --retry-failed &' in script

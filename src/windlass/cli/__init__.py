@@ -45,7 +45,7 @@ RecipeName = Annotated[
 ]
 Overrides = Annotated[
     list[str],
-    _argument("KEY=VALUE", "Settings to change, as optim.lr=3e-4.", default_factory=list),
+    _argument("KEY=VALUE", "Settings to change, such as optim.lr=3e-4.", default_factory=list),
 ]
 RunPath = Annotated[str, _argument("RUN", "A run directory.")]
 Model = Annotated[
@@ -68,17 +68,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 # errors of the system about a path, which the user can mend
-UNUSABLE = [
-    "ENAMETOOLONG",
-    "ELOOP",
-    "ENOTDIR",
-    "EEXIST",
-    "EACCES",
-    "EPERM",
-    "EROFS",
-    "ENOSPC",
-    "EDQUOT",
-]
+UNUSABLE = ["ENAMETOOLONG", "ELOOP", "ENOTDIR", "EEXIST"]
+UNUSABLE += ["EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT"]
 # arguments of the Python API whose option has another name
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
 

@@ -60,7 +60,7 @@ def launch(
 
 
 def _show_allocation(allocation: Allocation, launcher: str) -> None:
-    """Show hosts and ranks on stderr; stdout has the command alone."""
+    """Show hosts and ranks on stderr; stdout has only the command."""
     from windlass.processes import visible_gpus
     from windlass.telemetry.terminal import pairs, rich_console, table
 
@@ -144,17 +144,17 @@ def submit(
         typer.echo(f"job {cancel_jobs(directory)} was told to save and end")
         return errors.DONE
     asked = Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw)
-    how: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
-    how |= {"dry_run": dry_run}
+    both: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
+    both |= {"dry_run": dry_run}
     if not Study.is_study(recipe):
-        done = [submit_run(Recipe.load(recipe, overrides), **how)]
+        done = [submit_run(Recipe.load(recipe, overrides), **both)]
         directory = done[0].directory
     elif overrides:
         problem = f"{recipe} is a study, whose cells have their settings"
         raise errors.UserError(f"{problem}: leave {' '.join(overrides)} out")
     else:
         notify = partial(typer.echo, err=True)
-        done = submit_study(Study.open(directory), retry_failed=retry_failed, notify=notify, **how)
+        done = submit_study(Study.open(directory), retry_failed=retry_failed, notify=notify, **both)
     if dry_run:
         sys.stdout.write("\n".join(one.script for one in done))
     elif not done:

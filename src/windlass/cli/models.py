@@ -153,7 +153,7 @@ def export(
     run: RunPath,
     directory: Annotated[Path, Argument(metavar="DIR", help="A new directory.")],
     overrides: Overrides,
-    adapter: bool = Option(False, "--adapter", help="Write the LoRA adapter alone, for peft."),
+    adapter: bool = Option(False, "--adapter", help="Write only the LoRA adapter, for peft."),
     push: str = Option("", metavar="NAME/MODEL", help="Upload to a private Hub repository."),
     dtype: str = Option(
         "auto", metavar="fp32|bf16|fp16", help="Precision of the weights; default: the base's."

@@ -74,7 +74,7 @@ def recipe(
         typer.echo(f"\n{loaded.toml()}")
     else:
         choice = "or use --list, --schema or --explain KEY"
-        raise UserError(f"name a recipe, as `windlass recipe quickstart`, {choice}")
+        raise UserError(f"name a recipe, such as `windlass recipe quickstart`, {choice}")
 
 
 def prepare(recipe: RecipeName, overrides: Overrides) -> None:
@@ -120,7 +120,7 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides,
     world: int = Option(0, min=0, help="Ranks; default: 1, or the ranks of the run."),
-    device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB; default: here."),
+    device: str = Option("", metavar="NAME", help="Kind, such as A100-80GB; default: this device."),
     memory: float = Option(0.0, min=0, metavar="GB", help="Memory of an unlisted device."),
     per_host: int = Option(0, min=0, help="Ranks of each host; default: 8 GPUs."),
     from_: list[str] = Option([], "--from", metavar="RUN|STUDY", help="Past runs for the speed."),

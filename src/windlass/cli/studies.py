@@ -85,13 +85,13 @@ def sweep(
     from windlass.study import runner as studies
     from windlass.study.progress import Progress
 
-    progress = Progress(sys.stderr if json_ else sys.stdout)  # with --json stdout has JSON alone
+    progress = Progress(sys.stderr if json_ else sys.stdout)  # with --json stdout has only JSON
     if create:
         return show_created(studies.create_sweep(recipe, axes or (), set_, dir_, world))
     number = only if only >= 0 else None
-    how: dict[str, Any] = {"world": world, "workers": workers, "only": number, "launch": launch}
-    how |= {"retry_failed": retry_failed, "progress": progress}
-    study = studies.sweep(recipe, axes or (), set_, path=dir_, **how)
+    options: dict[str, Any] = {"world": world, "workers": workers, "only": number, "launch": launch}
+    options |= {"retry_failed": retry_failed, "progress": progress}
+    study = studies.sweep(recipe, axes or (), set_, path=dir_, **options)
     if json_:
         print_json([result.row() for result in study.results()])
     progress.show_end(study)
@@ -168,9 +168,9 @@ def scale(
         raise UserError(f"{recipe} is a study, whose cells have their settings: {remedy}")
     progress = Progress(sys.stderr if json_ else sys.stdout)
     numbers, hosts = whole_numbers("worlds", worlds), whole_numbers("nodes", nodes)
-    how: dict[str, Any] = {"mode": mode, "grow": grow, "nodes": hosts, "probes": not no_probe}
-    how |= {"path": dir_, "retry_failed": retry_failed, "progress": progress}
-    study = studies.scale(recipe, numbers, overrides, **how)
+    options: dict[str, Any] = {"mode": mode, "grow": grow, "nodes": hosts, "probes": not no_probe}
+    options |= {"path": dir_, "retry_failed": retry_failed, "progress": progress}
+    study = studies.scale(recipe, numbers, overrides, **options)
     _show_setups(study, progress, json_)
     if study.over_hosts:  # jobs train its cells
         progress.notify(f"`windlass submit {shlex.quote(str(study.path))}` trains the open cells")
@@ -224,7 +224,7 @@ def ladder(
     hours: float = Option(0.0, min=0, metavar="H", help="Budget in hours of a --device."),
     money: float = Option(0.0, min=0, metavar="M", help="Budget in money; needs --price."),
     price: float = Option(0.0, min=0, metavar="P", help="Price of an hour of the --device."),
-    device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB."),
+    device: str = Option("", metavar="NAME", help="Kind of device, such as A100-80GB."),
     json_: Json = False,
 ) -> int:
     """Train several sizes, fit the law of scaling, predict the next.

@@ -102,7 +102,7 @@ def verify(
     overrides: Overrides,
     world: int = Option(0, min=0, help="Most ranks; default: 4 on a CPU, else one per GPU."),
     kills: int = Option(10, min=1, help="How often to kill a saving run."),
-    only: str = Option("", metavar="NAMES", help="These proofs alone, as resume,layouts."),
+    only: str = Option("", metavar="NAMES", help="Only these proofs, such as resume,layouts."),
     json_: Json = False,
 ) -> int:
     """Prove on this machine that training is exact.

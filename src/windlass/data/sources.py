@@ -194,7 +194,7 @@ def _open_dataset(spec: SourceSpec) -> Source:
             table, revision = datasets.load_dataset(str(folder), **options), None
         else:
             repository, _, config = place.partition(":")
-            hub.prepare()
+            hub.detect_offline()
             with hub.explained(what):
                 import datasets
 

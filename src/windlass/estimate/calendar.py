@@ -21,7 +21,7 @@ AT_END = 0.1  # largest share of a run's work for a last evaluation of all valid
 
 
 def recipe_vocab(recipe: Recipe) -> int | None:
-    """Rows of the embedding by the recipe alone; None if they depend on the prepared data."""
+    """Rows of the embedding by the recipe only; None if they depend on the prepared data."""
     return recipe.model.vocab or recipe.data.vocab_ or None
 
 
@@ -118,8 +118,8 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     whole = limit and loss_alone and measures_all(recipe, horizon, val_samples)
     size = {(EVALUATION, steps): max(1.0, (val_samples + train) / (limit + train))} if whole else {}
     pairs = [(what, step) for what, places in at.items() for step in places]
-    every = [Milestone(*pair, size.get(pair, 1.0)) for pair in pairs]
-    return sorted(every, key=lambda m: m.step)
+    work = [Milestone(*pair, size.get(pair, 1.0)) for pair in pairs]
+    return sorted(work, key=lambda m: m.step)
 
 
 def most_checkpoints(recipe: Recipe, horizon: Horizon) -> int:

@@ -1,4 +1,4 @@
-"""The inputs of a plan: recipe, ranks, device, and sizes of the data and of the model.
+"""The inputs of a plan: recipe, ranks, device, sizes of data and model; the largest micro-batch.
 
 Torch only counts the parameters of a Hugging Face model.
 """
@@ -248,7 +248,7 @@ def with_sizes(inputs: PlanInputs, activations: bool = False, several: bool = Tr
     return replace(inputs, counted=replace(counted, peaks=peaks))
 
 
-def with_micro_batch(
+def with_largest_micro_batch(
     model: Network, vocab: int, layout: Layout, optimizer: str, usable: int
 ) -> Layout | None:
     """The layout with the largest micro-batch that fits; None if none does."""
@@ -287,7 +287,7 @@ def layout_on(
         return layout
     if world > 1 or layout.policy.shards_parameters:
         usable = int(usable * CAREFUL / USABLE)
-    return with_micro_batch(model, vocab, layout, recipe.optim.kind, usable) or layout
+    return with_largest_micro_batch(model, vocab, layout, recipe.optim.kind, usable) or layout
 
 
 def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> int:

@@ -11,7 +11,7 @@ from itertools import product
 
 from windlass.errors import UserError, plural
 from windlass.estimate.devices import USABLE
-from windlass.estimate.inputs import PlanInputs, with_micro_batch, with_sizes
+from windlass.estimate.inputs import PlanInputs, with_largest_micro_batch, with_sizes
 from windlass.estimate.memory import Memory, Network, memory
 from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import slowest
@@ -52,7 +52,7 @@ def variants(
     offload: bool = False,
 ) -> Iterator[Layout]:
     """A layout with each strategy and activation checkpointing that its ranks allow, the fastest
-    first; `groups`: data ranks that share each of several hosts; `offload`: with it, too.
+    first. `groups`: data ranks on each of several hosts; `offload`: also the layouts with it.
 
     `shard_grad_op` moves less over the network than `full_shard`. `hybrid_shard` gathers among half
     of the ranks. `shard_optim` moves half as much again as `ddp`, while nothing is computed.
@@ -66,12 +66,12 @@ def variants(
     if offload:
         every += [(checkpointing, "full_shard", True) for checkpointing in ("none", "full")]
     for checkpointing, name, to_host in every:
-        how = replace(base, strategy=name, checkpointing=checkpointing, offload=to_host)
+        layout = replace(base, strategy=name, checkpointing=checkpointing, offload=to_host)
         if name != base.strategy:  # the same strategy keeps its sharding group
-            shard = how.policy.sizes(base.data_world, 0, groups).dp_shard
-            shard *= base.context if how.policy.shards_optimizer else 1
-            how = replace(how, shard=shard)
-        yield how
+            shard = layout.policy.sizes(base.data_world, 0, groups).dp_shard
+            shard *= base.context if layout.policy.shards_optimizer else 1
+            layout = replace(layout, shard=shard)
+        yield layout
 
 
 def settings_of(layout: Layout) -> Settings:
@@ -106,7 +106,7 @@ def memory_rows(
             fits = None  # the unknown activations may be too large
         largest = None
         if has_peaks and usable is not None:
-            fitting = with_micro_batch(model, vocab, layout, optimizer, usable)
+            fitting = with_largest_micro_batch(model, vocab, layout, optimizer, usable)
             largest = fitting.micro_batch if fitting else 0
         rows.append(MemoryRow(layout, needed, fits, largest, layout == base))
     return rows
@@ -118,8 +118,7 @@ def layouts(inputs: PlanInputs) -> Iterator[Layout]:
     numbers = [n for n in range(1, world + 1) if world % n == 0]
     for tensor, context, pipeline in product(numbers, numbers, numbers):
         # Links between hosts are too slow for tensor parallelism.
-        apart = host and tensor > host
-        if world % (tensor * context * pipeline) or apart:
+        if world % (tensor * context * pipeline) or (host and tensor > host):
             continue
         division: Settings = {
             "parallel.tensor": tensor,
@@ -162,10 +161,10 @@ def layout_rows(inputs: PlanInputs) -> tuple[list[LayoutRow], str]:
     timed = []
     for layout in layouts(inputs):
         step = slowest(recipe.model, vocab, layout, speeds, kind, bucket_mb=bucket)
-        about = round(math.log(step.total) / ALIKE)
+        duration = round(math.log(step.total) / ALIKE)  # equal for steps that are alike
         parts = layout.model_ranks, layout.pipeline, layout.context
         cost = CHECKPOINTING.index(layout.checkpointing), [*STRATEGIES].index(layout.strategy)
-        timed.append(((about, parts, cost, -layout.micro_batch), layout, step))
+        timed.append(((duration, parts, cost, -layout.micro_batch), layout, step))
     timed.sort(key=lambda one: one[0])
     before, rows = recipe.flat(), dict[tuple[int, ...], LayoutRow]()
     if before["parallel.strategy"] == "auto":

@@ -9,12 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from windlass.estimate.rank import (
-    COMPUTE_BYTES,
-    Layout,
-    Rank,
-    ranks_of,
-)
+from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
 from windlass.model.size import CountedSizes, loss_chunk, moment_bytes, unit_blocks
 from windlass.recipe.network import ModelSettings
 
@@ -375,7 +370,7 @@ def _fsdp_events(step: Tensors) -> Iterator[Memory]:
     # Gradients of earlier micro-batches.
     shards = on_device * step.weights // shard if several and each else 0
     before = step.raised * step.weights if whole else shards
-    # `shard_grad_op` gathers in the first micro-batch alone, before any gradient.
+    # `shard_grad_op` gathers only in the first micro-batch, before any gradient.
     first = Memory(gradients=0 if stays else before)
 
     buffers, at = root + (units if stays else 1) * gathered, f"gathering of block {layers}"

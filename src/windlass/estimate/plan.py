@@ -128,7 +128,7 @@ def plan(
         source: A recipe, a run, or anything that `Recipe.load` takes.
         overrides: Settings to change, as typed or as a mapping.
         world: Ranks; 0: one, or the ranks of the run.
-        device: A kind of device, as `A100-80GB`; empty: the run's, the past runs', or this
+        device: A kind of device, such as `A100-80GB`; empty: the run's, the past runs', or this
             machine's.
         memory_bytes: The memory of a device that is not in the table.
         past: Past runs to take the speed from; UserError if none has this model and device.
@@ -235,8 +235,8 @@ def _add_calendar(plan: Plan, inputs: PlanInputs, steps: int) -> None:
         plan.unknown["checkpoints"] = f"some are written at epochs: {inputs.reason}"
     else:
         plan.checkpoints = most_checkpoints(recipe, horizon)
-    every = milestones(recipe, horizon, inputs.val_samples)
-    ahead = [m for m in every if m.step > plan.done or plan.done == m.step == 0]
+    all_milestones = milestones(recipe, horizon, inputs.val_samples)
+    ahead = [m for m in all_milestones if m.step > plan.done or plan.done == m.step == 0]
     plan.milestones = dict(Counter(m.what for m in ahead))
     if plan.speed is not None and plan.seconds_per_step is not None:
         costs = plan.speed.costs

@@ -184,9 +184,9 @@ def _of_parameters(
     passes = 1 if once else steps
     each = unit_blocks(rank.layers, in_blocks) if layout.pipeline == 1 else 1
     units = -(-rank.layers // max(1, each))
-    unit, every = in_blocks / max(1, units), layout.program.gathers_all
+    unit, gathers_all = in_blocks / max(1, units), layout.program.gathers_all
     both = passes if once else 2 * passes
-    again = 0 if once else steps * (units - (layout.pipeline == 1 and not every))
+    again = 0 if once else steps * (units - (layout.pipeline == 1 and not gathers_all))
     sent = [
         Collective("all_gather", low * root, passes, shard, "dp", stride),
         Collective("all_gather", low * embedding, both, shard, "dp", stride),
@@ -240,17 +240,17 @@ def _of_context(rank: Rank) -> list[Collective]:
     low, each = COMPUTE_BYTES[layout.precision], rank.layers * layout.accumulation
     forward = 1 if layout.checkpointing == "none" else 2
     passes = each * (1 + forward)  # forward, again, and backward
-    how = (c, "cp", layout.tensor)
+    group = (c, "cp", layout.tensor)
     if rank.by_heads:  # queries, keys and values there, and the result back
         size = low * rank.tokens
         return [
-            Collective("all_to_all", size * (rank.queries + 2 * rank.keys), passes, *how),
-            Collective("all_to_all", size * rank.queries, passes, *how),
+            Collective("all_to_all", size * (rank.queries + 2 * rank.keys), passes, *group),
+            Collective("all_to_all", size * rank.queries, passes, *group),
         ]
     size = low * 2 * rank.keys * rank.tokens * c
     return [
-        Collective("all_gather", size, each * forward, *how),
-        Collective("reduce_scatter", size, each, *how),
+        Collective("all_gather", size, each * forward, *group),
+        Collective("reduce_scatter", size, each, *group),
     ]
 
 

@@ -21,7 +21,7 @@ def run_harness(
     passes: Passes, tasks: str, settings: EvalSettings, task_manager: Any = None
 ) -> dict[str, Any]:
     """The scores `TASK/METRIC` of tasks, joined by `+`."""
-    hub.prepare()
+    hub.detect_offline()
     require("lm_eval", f"the suite lm-eval:{tasks}")
     from lm_eval import simple_evaluate
 

@@ -164,9 +164,15 @@ def launch_in_job(
         except OSError as error:
             why = f"{words[0]} cannot be started: {error.strerror}"
             raise UserError(f"{why}; load the module for it") from None
-        # Every launcher passes SIGUSR1 on; at SIGTERM some end the ranks before they have saved.
+        stopped = list[int]()
+
+        def stop(number: int, _: object) -> None:
+            # Every launcher passes SIGUSR1 on; at SIGTERM some end the ranks before a save.
+            child.send_signal(signal.SIGUSR1)
+            stopped.append(number)
+
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
+            signal.signal(number, stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
         code = wait_for_ranks(child, reports)
         was_killed = code < 0  # a launcher ends by itself once every host has reported its ranks
@@ -179,7 +185,7 @@ def launch_in_job(
             if was_killed and (path := os.environ.get(LOST_HOSTS)):
                 Path(path).write_text(",".join(lost))
         again = any(read_json(path).get("again") for path in reports.glob("failure-*.json"))
-    if code == FAILED and again:  # memory ran out, and the micro-batches are smaller now
+    if code == FAILED and again and not stopped:  # memory ran out; micro-batches are smaller now
         show("windlass: starting the ranks again")
         return launch_in_job(allocation, words, show)
     return code

@@ -56,14 +56,14 @@ class Site(BaseModel):
     modules: list[str] = []
     """Modules to load."""
     setup: list[str] = []
-    """Lines of shell to run first, as `source ~/venv/bin/activate`."""
+    """Lines of shell to run first, such as `source ~/venv/bin/activate`."""
     environment: dict[str, str] = {}
     """Variables to export. No secrets: the script is a file."""
     launcher_options: str = ""
     """More options of the launcher: srun under SLURM, mpiexec under PBS."""
     program: str = ""
-    """The ranks' command in place of `windlass`, as `apptainer exec /images/windlass.sif windlass`;
-    empty: the Python that submits."""
+    """The ranks' command in place of `windlass`, such as
+    `apptainer exec /images/windlass.sif windlass`; empty: the Python that submits."""
 
     def cores(self, gpus: int) -> int:
         return self.cpus_per_rank or (GPU_RANK_CORES if gpus else 1)

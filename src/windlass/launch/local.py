@@ -124,8 +124,8 @@ class Group:
             ended = [worker for worker in self.workers if worker.poll()]
             first = min(ended, key=lambda worker: worker.end_time, default=None)
             if first and first.code == errors.STOPPED:
-                # In training all ranks stop together. A rank that gets a signal alone before step 1
-                # ends at once, and the others may wait for it, so they get a signal too.
+                # In training all ranks stop together. Before step 1 a rank that gets a signal ends
+                # at once, and the others may wait for it, so they get a signal too.
                 seconds = time.time() - first.end_time
                 if seconds > STOP_SECONDS:
                     self.kill()
@@ -159,10 +159,10 @@ class Group:
         with socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening:
             environ["MASTER_PORT"] = str(listening.getsockname()[1])
             for rank in range(self.world):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 output = self.watch_dir / f"rank-{rank}.log" if rank else None
                 if rank == 0:  # inherits MASTER_PORT as an open socket, so nobody else takes it
-                    own[processes.STORE_FD] = str(listening.fileno())
+                    variables[processes.STORE_FD] = str(listening.fileno())
                 with output.open("wb") if output else contextlib.nullcontext() as out:
                     try:
                         process = subprocess.Popen(
@@ -170,7 +170,7 @@ class Group:
                             stdin=subprocess.DEVNULL,
                             stdout=out,
                             stderr=out,
-                            env=environ | own,
+                            env=environ | variables,
                             pass_fds=() if rank else (listening.fileno(),),
                             # Ctrl-C reaches only the launcher, which passes it on once.
                             start_new_session=True,
@@ -219,19 +219,19 @@ class Group:
             if self.workers[0].code != first.code:  # else rank 0 has written it to the terminal
                 self.log(first.tail())
             return first.code
-        how = "failed"
+        ended = "failed"
         if first.code and first not in alive:
-            how = f"failed with exit code {first.code}"
+            ended = f"failed with exit code {first.code}"
             if first.code < 0:
-                how = f"was killed by {signal.Signals(-first.code).name}"
+                ended = f"was killed by {signal.Signals(-first.code).name}"
             if first.code == -signal.SIGKILL:
-                how += " (often by the kernel, out of memory)"
+                ended += " (often by the kernel, out of memory)"
         self.again = any(report.get("again") for report in reports.values())
         status, failure = self.report("status", first.rank), reports[first.rank]
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
         place = f" ({status['place']})" if status.get("place") else ""
         name = f"rank {first.rank}{place} of {self.world} on {socket.gethostname()}"
-        self.log(f"windlass: {name} {how}{where}; the run has ended")
+        self.log(f"windlass: {name} {ended}{where}; the run has ended")
         if failure:
             is_own = failure["rank"] == first.rank
             cause = failure["error"] if is_own else processes.Failure(**failure)

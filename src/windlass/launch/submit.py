@@ -1,4 +1,4 @@
-"""Batch scripts of runs and studies: rendered as pure functions, submitted, asked after, cancelled.
+"""Batch scripts of runs and studies: rendered by a pure function, submitted, queried, cancelled.
 
 A script requeues its job at the time limit, unless two starts in a row have saved no checkpoint.
 No torch.
@@ -30,6 +30,8 @@ EARLY_SECONDS = 60  # by which SLURM may send a signal ahead of its time
 LAUNCH = (*WINDLASS, "launch", "--", *WINDLASS)  # a verb on all ranks of the job
 SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
 FOLLOWING = "job-*.json"  # beside it: the job that continues one task of an array, by its number
+# what a scheduler says about a job that is over
+OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
 
 START = """\
 # An attempt that never came to its end, or ended with 69, lost a host.
@@ -140,10 +142,6 @@ def render(job: Job, site: Site, scheduler: str) -> str:
         submitted=f'{folder}/"job-$task.json"' if job.array else f"{folder}/{SUBMITTED}",
     ).splitlines()
     return "\n".join([*lines, "exit $code", ""])
-
-
-# what a scheduler says about a job that is over
-OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
 
 
 class Queued(NamedTuple):
@@ -306,9 +304,9 @@ def submit_run(
     recipe = recipe.replace({"run.dir": str(run.path)})
     snapshot = str(run.path / SNAPSHOT)
     written = [e for e in run.events if e["event"] == "checkpoint"]
-    # Without `checkpoint.background` the step also waits for the write.
-    alone = not recipe.checkpoint.background
-    saves = [e["blocked_s"] + (0.0 if alone else e["write_s"]) for e in written]
+    # Without `checkpoint.background` the step waits for the write, so `blocked_s` includes it.
+    background = recipe.checkpoint.background
+    saves = [e["blocked_s"] + (e["write_s"] if background else 0.0) for e in written]
     slowest = max(saves[-3:], default=0.0)
     job = make_job(run.name, (*LAUNCH, "train", snapshot), [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
@@ -342,12 +340,10 @@ def submit(
     done = run_program(one.submit(job.script), job.directory)
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
-        places = (
-            f"the keys of {site_file()} or --site FILE (partition, account, memory_per_rank, …)"
-        )
+        keys = f"keys of {site_file()} or --site FILE (partition, account, memory_per_rank, …)"
         raise UserError(
             f"{one.SUBMIT} fails for {job.script}: {why}. "
-            f"Change --nodes, --gpus-per-node, --time, or {places}"
+            f"Change --nodes, --gpus-per-node, --time, or {keys}"
         )
     job_id = one.submitted(done.stdout)
     record = {"scheduler": scheduler, "job": job_id, "array": list(job.array)}

@@ -26,7 +26,7 @@ BALANCING_LOSS = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # it
 
 def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
     """The network of a directory's configuration, its parameters float32 on the meta device."""
-    hub.prepare()
+    hub.detect_offline()
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
     for package in ("transformers", "accelerate"):
         require(package, what)

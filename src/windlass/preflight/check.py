@@ -37,7 +37,11 @@ from windlass.telemetry.environment import describe_rank
 SECONDS, MOST_CALLS = 1.0, 20  # for each collective and size, after the warm-up
 BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-FULL_DISK_GB, SMALL_SHM_GB, FEW_FILES = 10, 1, 4096
+FULL_DISK_GB, SMALL_SHM_GB, FEW_FILES = 10, 1, 4096  # less than this is a warning
+CPU_SIZES: tuple[int, ...] = (2**16, 2**20, 2**24)  # of messages, in bytes
+# Published rates use 4 GiB, so a required bandwidth is measured with GATE_SIZE.
+GPU_SIZES, GATE_SIZE = (2**20, 2**25, 2**29), 2**32
+PROBE_BYTES = 64_000_000  # written and synchronised to measure a disk
 
 
 @dataclass(frozen=True)
@@ -101,12 +105,6 @@ def _median_seconds(
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
         number = int(agreed.item())
     return statistics.median(timed() for _ in range(number))
-
-
-# Sizes of messages in bytes, and for a required bandwidth, because published rates use 4 GiB.
-CPU_SIZES: tuple[int, ...] = (2**16, 2**20, 2**24)
-GPU_SIZES, GATE_SIZE = (2**20, 2**25, 2**29), 2**32
-PROBE_BYTES = 64_000_000  # written and synchronised to measure a disk
 
 
 @dataclass(frozen=True)
@@ -280,26 +278,26 @@ def warn_if(bad: bool, name: str, text: str, advice: str) -> Finding:
 
 
 def findings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """The findings from the facts of all ranks (`check.facts_of_rank`), in the order to show."""
+    """The findings from the facts of all ranks (`facts_of_rank`), in the order to show."""
     hosts = {one["rank"]: one["host"] for one in ranks}
     nodes = {one["node"]: one for one in reversed(ranks)}  # the first rank of each host
     code = {one["rank"]: f"{one['windlass']} ({one['code']})" for one in ranks}
     versions = {one["rank"]: f"{one['python']}, {one['torch']}" for one in ranks}
-    yield same("Windlass", code, hosts)
-    yield same("Python and torch", versions, hosts)
+    yield same_on_all("Windlass", code, hosts)
+    yield same_on_all("Python and torch", versions, hosts)
     for one in ranks:
         where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
-        yield from (replace(x, name=f"{x.name}{where}") for x in gpu(one))
+        yield from (replace(x, name=f"{x.name}{where}") for x in gpu_findings(one))
     if "driver" in ranks[0]:
         yield Finding("driver", f"{ranks[0]['driver']}, torch's CUDA {ranks[0]['cuda']}")
     for name in ranks[0]["disks"]:
-        yield disk(name, [(one["host"], one["disks"][name]) for one in ranks], len(nodes))
+        yield disk_finding(name, [(one["host"], one["disks"][name]) for one in ranks], len(nodes))
     for one in nodes.values():
         where = f" ({one['host']})" if len(nodes) > 1 else ""
-        yield from (replace(x, name=f"{x.name}{where}") for x in host(one))
+        yield from (replace(x, name=f"{x.name}{where}") for x in host_findings(one))
 
 
-def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Finding:
+def same_on_all(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Finding:
     """Whether all ranks have the same value; else the hosts of each value."""
     places: dict[str, set[str]] = {}
     for rank, value in values.items():
@@ -311,7 +309,7 @@ def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Find
     return Finding(name, "; ".join(groups), PROBLEM, advice)
 
 
-def disk(name: str, disks: Sequence[tuple[str, Mapping[str, Any]]], nodes: int) -> Finding:
+def disk_finding(name: str, disks: Sequence[tuple[str, Mapping[str, Any]]], nodes: int) -> Finding:
     """Whether ranks can write to a directory, how fast the slowest does, and if all hosts see it.
 
     `disks`: each rank's host and facts; only the first rank of a host has a `write_mb_s`.
@@ -335,8 +333,8 @@ def disk(name: str, disks: Sequence[tuple[str, Mapping[str, Any]]], nodes: int) 
     return warn_if(first["free_gb"] < FULL_DISK_GB, name, text, advice)
 
 
-def host(one: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether torch can use CUDA on a rank's host, the size of /dev/shm, and the most open files."""
+def host_findings(one: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether torch can use CUDA on a rank's host, the size of /dev/shm, and its open files."""
     version, shm_gb, files = one["cuda"], one["shm_gb"], one["files"]
     text = "not available: torch was built without it"
     if version:
@@ -353,11 +351,11 @@ def host(one: Mapping[str, Any]) -> Iterator[Finding]:
     yield warn_if(files < FEW_FILES, "open files", text, advice)
 
 
-def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
+def gpu_findings(one: Mapping[str, Any]) -> Iterator[Finding]:
     """Architecture and memory of a rank's GPU; none for a CPU."""
     if "capability" not in one:
         return
-    capability, torch = tuple(one["capability"]), f"torch {one['torch']} for CUDA {one['cuda']}"
+    capability, wheel = tuple(one["capability"]), f"torch {one['torch']} for CUDA {one['cuda']}"
     own, runs = f"sm_{capability[0]}{capability[1]}", False
     # A device runs code for an earlier minor number of its generation, and compiles PTX
     # (`compute_`) of any earlier one.
@@ -367,12 +365,12 @@ def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
             compiles = match[1] == "compute" or version[0] == capability[0]
             runs = runs or (compiles and version <= capability)
     if runs:
-        yield Finding("device", f"{one['name']} ({own}); {torch} has code for it")
+        yield Finding("device", f"{one['name']} ({own}); {wheel} has code for it")
     else:
-        wheel = f"install a torch whose wheel was built for {own}"
+        remedy = f"install a torch whose wheel was built for {own}"
         if (5, 0) <= capability <= (7, 0):
             index = "install torch from the index whose name ends in cu126"
-            wheel = f"the wheels of the same torch for CUDA 12.6 have it: {index}"
-        built = f"{torch} was built for {', '.join(one['built_for'])} only"
-        yield Finding("device", f"{one['name']} is {own}, and {built}", PROBLEM, wheel)
+            remedy = f"the wheels of the same torch for CUDA 12.6 have it: {index}"
+        built = f"{wheel} was built for {', '.join(one['built_for'])} only"
+        yield Finding("device", f"{one['name']} is {own}, and {built}", PROBLEM, remedy)
     yield Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free")

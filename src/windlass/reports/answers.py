@@ -23,7 +23,7 @@ COST, WRONG = "What did it cost?", "What went wrong?"
 
 # the measure of the best of several runs, by what they have in common
 BEST = {LOSS: "best_eval_loss", BITS: "best_bits_per_byte"}
-TROUBLES = {  # of the ledger's events, by name
+PROBLEMS = {  # of the ledger's events, by name
     "failed": "failure",
     "preempted": "unsaved stop",  # a stop with a save loses nothing
     "stopped": "unsaved stop",
@@ -38,10 +38,10 @@ class Answer(NamedTuple):
     text: str
     remark: str = ""
     mark: str = ""  # `good`, `bad`, `warn` or `open`
-    more: Sequence[str] = ()  # a line for each trouble
+    more: Sequence[str] = ()  # a line for each problem
 
 
-class Trouble(NamedTuple):
+class Problem(NamedTuple):
     name: str
     text: str
     times: int = 1
@@ -70,13 +70,13 @@ def head_of(views: Sequence[RunView], study: StudyView | None, law: LawView | No
             parts.append(f"{show(view.values['parameters'], 'count')} parameters")
         if "tokens" in view.values:
             parts.append(f"{show(view.values['tokens'], 'count')} tokens")
-        answers = [worked(view), good(view), fast(view), cost([view]), wrong(troubles_of(view))]
+        answers = [worked(view), good(view), fast(view), cost([view]), wrong(problems_of(view))]
         return Head("A run", view.label, ", ".join(parts), answers, view.settings["run.notes"])
     others = [f"{view.label}: {view.state}" for view in views if view.state != "finished"]
     text = f"{len(views) - len(others)} of {len(views)} runs finished"
     answers = [Answer(WORKED, text, ", ".join(others), "open" if others else "good")]
     answers += [_best_run(views), _fastest(views), cost(views)]
-    answers.append(wrong([t for view in views for t in troubles_of(view, view.label)]))
+    answers.append(wrong([t for view in views for t in problems_of(view, view.label)]))
     return Head("A comparison of runs", f"{len(views)} runs", "", answers)
 
 
@@ -184,31 +184,31 @@ def cost(views: Sequence[RunView]) -> Answer:
     return Answer(COST, more, _sentence(f"{text} in all runs together", *parts))
 
 
-def troubles_of(view: RunView, label: str = "") -> list[Trouble]:
+def problems_of(view: RunView, label: str = "") -> list[Problem]:
     """What went wrong in a run, in the order of time."""
-    troubles = [Trouble("divergence", divergence(view))] if divergence(view) else []
+    problems = [Problem("divergence", divergence(view))] if divergence(view) else []
     for number in kills(view):
         step = view.reached[number]
         text = f"start {number + 1} was killed, or its host was lost, after step {step:,}"
-        troubles.append(Trouble("kill", text))
+        problems.append(Problem("kill", text))
     for event in sorted(view.events, key=lambda line: str(line["time"])):
-        name = TROUBLES.get(str(event["event"]))
+        name = PROBLEMS.get(str(event["event"]))
         if name and not event.get("saved"):
             text = str(event.get("reason") or name)
             if not text.startswith(("step ", "rank ")):
                 text = f"step {event['step']:,}: {text}"
-            troubles.append(Trouble(name, text, int(event.get("count", 1))))
-    return [trouble._replace(label=label) for trouble in troubles]
+            problems.append(Problem(name, text, int(event.get("count", 1))))
+    return [problem._replace(label=label) for problem in problems]
 
 
-def wrong(troubles: Sequence[Trouble]) -> Answer:
+def wrong(problems: Sequence[Problem]) -> Answer:
     counted = Counter[str]()
-    for trouble in troubles:
-        counted[trouble.name] += trouble.times
+    for problem in problems:
+        counted[problem.name] += problem.times
     if not counted:
         return Answer(WRONG, "Nothing", mark="good")
     text = _sentence(*(plural(count, name) for name, count in counted.items()))
-    texts = by_text((trouble.label, trouble.text) for trouble in troubles)
+    texts = by_text((problem.label, problem.text) for problem in problems)
     remark, more = (texts[0], ()) if len(texts) == 1 else ("", texts)
     return Answer(WRONG, text, remark, "warn", more)
 
@@ -261,13 +261,13 @@ def _study_head(seen: StudyView, law: LawView | None) -> Head:
             quality = Answer("How good is the law?", law.summary or "Unknown", law.remark)
         answers += [quality, _fastest(seen.views)]
     bad = {r.run.path: r for r in seen.results if r.state == "failed"}
-    troubles = [
-        Trouble("failed cell", r.reason or "failed", label=r.cell.label) for r in bad.values()
+    problems = [
+        Problem("failed cell", r.reason or "failed", label=r.cell.label) for r in bad.values()
     ]
     for view in seen.views:  # the reason of a bad cell says how it ended
         ends = ("failure", "divergence", "kill") if view.run.path in bad else ()
-        troubles += [one for one in troubles_of(view, view.label) if one.name not in ends]
-    answers += [cost(seen.views), wrong(troubles)]
+        problems += [one for one in problems_of(view, view.label) if one.name not in ends]
+    answers += [cost(seen.views), wrong(problems)]
     return Head(kicker, path.name, subtitle, answers)
 
 

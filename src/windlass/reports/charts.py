@@ -16,6 +16,10 @@ from windlass.study.results import BITS, common_measure, score_fields
 from windlass.telemetry.measures import DEVICE, LOSS, SOURCE, TRAIN, by_chart, of_source
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
+POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
+RANK_POINTS = 400
+FEW_RANKS = 4  # have a line each; more are a mean and a range
+AXES = ("step", "tokens", "hours")
 SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest
 
 
@@ -80,12 +84,6 @@ class Chart:
     note: str = ""
 
 
-POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
-RANK_POINTS = 400
-FEW_RANKS = 4  # have a line each; more are a mean and a range
-AXES = ("step", "tokens", "hours")
-
-
 def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which a run has numbers, the loss first; of several runs one column each."""
     drawn = [_loss_chart(views), *_score_charts(views)]
@@ -104,11 +102,11 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     for key, measures in by_chart(DEVICE).items():
         for place, measure in enumerate(measures):
             series = [x for run in range(len(views)) for x in _ranks(views, run, measure.name)]
-            own = f"{key}-{slug(measure.text)}" if place else key
+            chart_id = f"{key}-{slug(measure.text)}" if place else key
             title = measures[0].title
             if len(measures) > 1:
                 title += f", {measure.text}"
-            drawn.append(Chart(own, title, measures[0].unit, series, y=Axis(zero=True)))
+            drawn.append(Chart(chart_id, title, measures[0].unit, series, y=Axis(zero=True)))
     return [chart for chart in drawn if chart.series]
 
 
@@ -145,7 +143,7 @@ def _loss_chart(views: Sequence[RunView]) -> Chart:
 def _score_charts(views: Sequence[RunView]) -> list[Chart]:
     """The losses of a mixture's sources, and the scores of other suites than the loss.
 
-    One run has a chart with a line for each, but a table alone for many scores; several runs have
+    One run has a chart with a line for each, but only a table for many scores; several runs have
     a chart for each.
     """
     losses, loss = [view.evals.get(LOSS) for view in views], SOURCE["loss"]
@@ -179,7 +177,7 @@ def _columns(
     columns: Mapping[str, str],
     factor: float = 1.0,
 ) -> list[Series]:
-    """A line for each run and column with numbers; for several runs the first column alone."""
+    """A line for each run and column with numbers; for several runs only the first column."""
     series = []
     for run, (view, track) in enumerate(zip(views, tracks, strict=True)):
         present = [column for column in columns if track and track.has(column)]
@@ -214,9 +212,9 @@ def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
         samples.append((track["hours"][good], track[column][good]))
     # The mean of each rank in equal spans of time, `table` [ranks, spans]. A span is wider than the
     # time between two samples, so that a late sample leaves no gap.
-    every = np.concatenate([at for at, _ in samples])
+    times = np.concatenate([at for at, _ in samples])
     spans = min(RANK_POINTS, 1 + 2 * max(len(at) for at, _ in samples) // 3)
-    edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), spans + 1)
+    edges = np.linspace(times.min(), max(times.max(), times.min() + 1e-6), spans + 1)
     table = np.full((len(tracks), spans), math.nan)
     for row, (at, values) in enumerate(samples):
         span = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, spans - 1)

@@ -147,19 +147,19 @@ def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
         flops = np.geomspace(x.min(), x.max(), POINTS)
         losses = [law.loss(size, effective_tokens(c / 6 / size, unique)) for c in flops]
         series.append(Series("", np.array(losses), {"x": flops}, number, minor=True))
-    every = law.flops(runs)
-    flops = np.geomspace(every.min(), every.max() * FAR, POINTS)
+    all_flops = law.flops(runs)
+    flops = np.geomspace(all_flops.min(), all_flops.max() * FAR, POINTS)
     best = np.array([law.loss(*law.optimum(c)) for c in flops])
     series.append(Series("best size for the compute", best, {"x": flops}, grey=True))
-    axis = compute_axis(law, [*every, flops[-1]])
+    axis = compute_axis(law, [*all_flops, flops[-1]])
     note = f"against {axis.label}; points: runs; lines: the law; the best size repeats no token"
     return Chart("law-compute", "Loss against compute", unit, series, x=axis, note=note)
 
 
 def slices(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
-    every, sizes = law.flops(runs), [float(one.size(law.embeddings)) for one in runs]
+    all_flops, sizes = law.flops(runs), [float(one.size(law.embeddings)) for one in runs]
     series, n = [], np.geomspace(min(sizes) / 3, max(sizes) * 3, POINTS)
-    for number, flops in enumerate(np.geomspace(every.min(), every.max(), 4)):
+    for number, flops in enumerate(np.geomspace(all_flops.min(), all_flops.max(), 4)):
         y = np.array([law.loss(size, flops / 6 / size) for size in n])
         series.append(Series(f"{flops:.1e} FLOPs", y, {"x": n}, number))
     title, axis = "Equal compute, different sizes", decades(n.tolist(), law.counted)

@@ -1,4 +1,4 @@
-// The report's page: what each chart shows, and the controls. #data has the charts as JSON (see charts.py).
+// The report's page: what each chart shows, and the controls. #data has the charts as JSON (`payload` in page.py).
 // Text goes through textContent only, so generated text or a recipe cannot become a part of the page.
 
 const data = JSON.parse(document.getElementById("data").textContent);

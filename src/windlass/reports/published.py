@@ -141,16 +141,16 @@ def _run_row(view: RunView) -> Row:
         state = "waiting"
     nodes = (view.run.environment.get("launch") or {}).get("nodes", 1)
     setup = f"{plural(nodes, 'host')}, {plural(int(view.values.get('world') or 1), 'rank')}"
-    own = {**view.settings, **view.values, "run": view.label, "setup": setup}
-    return Row(own, state, _on_gpus(view))
+    values = {**view.settings, **view.values, "run": view.label, "setup": setup}
+    return Row(values, state, _on_gpus(view))
 
 
 def _setup_row(study: StudyView, setup: Setup, gpus: bool | None) -> Row:
-    own = {**setup.recipe.flat(), **setup.assignment}
+    values = {**setup.recipe.flat(), **setup.assignment}
     for view in study.views:
         if view.run.path == setup.result.run.path and setup.result.state == "finished":
-            own |= view.values
-    own |= setup.values
+            values |= view.values
+    values |= setup.values
     if "precision" in setup.start:
-        own["train.precision"] = setup.start["precision"]  # what `auto` was
-    return Row(own | {"setup": setup.name}, setup.result.state, gpus, setup.missing)
+        values["train.precision"] = setup.start["precision"]  # what `auto` was
+    return Row(values | {"setup": setup.name}, setup.result.state, gpus, setup.missing)

@@ -1,7 +1,7 @@
 """A study in a report: its cells and the score against each swept setting, or its setups with their
 throughput and efficiency; and the best cell or the recommended setup.
 
-The score is the measure that `checkpoint.best` names, as the validation loss or `squad.f1`.
+The score is the measure that `checkpoint.best` names, such as the validation loss or `squad.f1`.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def cell_table(seen: StudyView) -> Table:
     begun = {view.run.path: view.values for view in seen.views}
     rows = []
     for result in seen.results:
-        own = {"state": result.state, "reason": result.reason or None}
-        values = begun.get(result.run.path, {}) | own | {"score": result.numbers.score}
+        state = {"state": result.state, "reason": result.reason or None}
+        values = begun.get(result.run.path, {}) | state | {"score": result.numbers.score}
         measured = [values.get(column.name) for column in columns]
         rows.append([*result.cell.assignment.values(), *measured])
     notes = by_text((r.cell.label, str(scrub(r.reason))) for r in seen.results if r.reason)
@@ -145,9 +145,9 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
         lines: dict[str, list[SeedGroup]] = {}  # the groups with a median, by the other settings
         for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
             rest = {other: value for other, value in group.assignment.items() if other != key}
-            own = lines.setdefault(label_of(rest, names), [])
+            line = lines.setdefault(label_of(rest, names), [])
             if group.scores:
-                own.append(group)
+                line.append(group)
         series, note = list[Series](), ""
         for number, (name, groups) in enumerate(lines.items()):
             if not groups:

@@ -45,7 +45,7 @@ class Column(NamedTuple):
     heading: str = ""  # empty: the name
     kind: str = ""
     short: str = ""  # the heading in the terminal; empty: the heading
-    shown: bool = True  # to people; other columns are in the CSV alone
+    shown: bool = True  # to people; other columns are only in the CSV
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def results(view: RunView, brief: bool = False) -> Table:
 def comparison(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
     """A row for each run: its name, the settings that differ, and every measure of any run."""
     differ = [s for s in rows if s.differs and s.key not in NAMING]
-    every = dict.fromkeys(name for view in views for name in view.values)
-    names = [n for n in RUN if n in every] + [n for n in every if n not in RUN]
+    present = dict.fromkeys(name for view in views for name in view.values)
+    names = [n for n in RUN if n in present] + [n for n in present if n not in RUN]
     columns = [Column("run", "Run"), *(Column(s.key) for s in differ)]
     columns += map(measure_column, names)
     lines = [

@@ -101,11 +101,11 @@ class Clock:
 
     def hours(self, line: Line) -> float:
         """Hours of training at a line or device sample; NaN in work that was done again."""
-        start, at = int(line.get("attempt", 0)), timestamp(line)
-        attempt = self.attempts.get(start)
-        if attempt is None or (at > attempt.end and start < max(self.attempts)):
+        attempt_number, time = int(line.get("attempt", 0)), timestamp(line)
+        attempt = self.attempts.get(attempt_number)
+        if attempt is None or (time > attempt.end and attempt_number < max(self.attempts)):
             return math.nan
-        return (attempt.before + max(0.0, at - attempt.start)) / 3600
+        return (attempt.before + max(0.0, time - attempt.start)) / 3600
 
 
 def interpolate(train: Track, axis: str, places: Numbers, column: str) -> Numbers:
@@ -119,7 +119,7 @@ def interpolate(train: Track, axis: str, places: Numbers, column: str) -> Number
 
 
 def track_of(lines: Sequence[Line], clock: Clock) -> Track:
-    """Every field with a number, and always `loss`: a run of NaN has a loss to show."""
+    """Every field with a number, and always `loss`, because a run of NaN has a loss to show."""
     fields = (field for line in lines for field in line.items())
     keys = dict.fromkeys(k for k, v in fields if k == "loss" or not math.isnan(number(v)))
     hours = list(map(clock.hours, lines))
@@ -137,8 +137,8 @@ def rank_tracks(folder: Path, clock: Clock) -> list[Track]:
     for path in files:
         rows = []
         # parsing takes most of the time
-        every = 1 + path.stat().st_size // (MAX_DEVICE_BYTES // len(files))
-        for text in path.read_bytes().split(b"\n")[::every]:
+        stride = 1 + path.stat().st_size // (MAX_DEVICE_BYTES // len(files))
+        for text in path.read_bytes().split(b"\n")[::stride]:
             with suppress(ValueError):
                 line = json.loads(text)
                 rows.append((clock.hours(line), line))
@@ -174,7 +174,7 @@ class RunView:
         raw = list(read_lines(run.metrics_path))
         self.run, self.label, self.state = run, scrub(label or run.name), run.state_by(raw)
         self.settings: Mapping[str, Any] = scrub(run.recipe.flat())
-        # effective, without secrets: only texts can hold one, and most lines have numbers alone
+        # effective, without secrets: only texts can hold one, and most lines have only numbers
         texts = ("event", "sample")
         lines = [scrub(x) if x["kind"] in texts else x for x in effective(raw)]
         self.numbers = RunNumbers(raw, lines, run.recipe.checkpoint.best)
@@ -226,17 +226,17 @@ def _placed(lines: Sequence[Line], train: Track, clock: Clock) -> Track:
 def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restart]:
     starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
     restarts = []
-    for place, attempt in list(clock.attempts.items())[1:]:
-        if place not in starts:
+    for attempt_number, attempt in list(clock.attempts.items())[1:]:
+        if attempt_number not in starts:
             continue
-        start = starts[place]
+        start = starts[attempt_number]
         step, what = float(start["step"]), start["event"].replace("started", "started again")
         tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
         text = what
         if before := start.get("extended_from"):
             text = f"extended from {before:,} to {plural(start['steps'], 'step')}"
         for line in events:
-            if line["event"] == "settings_changed" and line.get("attempt") == place:
+            if line["event"] == "settings_changed" and line.get("attempt") == attempt_number:
                 for key, (old, new) in line["settings"].items():
                     text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
         restarts.append(Restart(what, step, tokens, attempt.before / 3600, start["time"], text))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.errors import UserError, argument, installed, require
-from windlass.fileio import write_atomic
+from windlass.fileio import make_dir, write_atomic
 from windlass.reports.page import Contents, cell_page, page
 from windlass.reports.study import StudyView
 from windlass.reports.tables import Column, Table, markdown_cell
@@ -69,7 +69,7 @@ def report(
         problem = f"a law predicts runs, and {study.study.path} is a study: name its runs"
         raise UserError(f"{argument('law', law)}: {problem}")
     target, drawn = Path(out) if out else place, dict[str, Path]()
-    target.mkdir(parents=True, exist_ok=True)
+    make_dir(target, f"give another {argument('out', 'DIR')}")
     computed = Contents(seen, study, table, str(law))
     first = math.ceil(max(view.numbers.step for view in seen) / 10) if skip is None else skip
     if plots:

@@ -125,14 +125,14 @@ def read_axes(axes: str | Iterable[Any] | Mapping[str, Any]) -> list[Axis]:
     """Axes as typed, or as a mapping of keys to lists of values."""
     if not isinstance(axes, Mapping):
         return [parse_axis(text) for text in ([axes] if isinstance(axes, str) else axes)]
-    every = []
+    parsed = []
     for key, values in axes.items():
         is_list = isinstance(values, Iterable) and not isinstance(values, str)
         rows = plain(list(values)) if is_list else []
         if not rows:
             raise UserError(f"{key}: {values!r} is not a list of values; write {{{key!r}: [...]}}")
-        every.append(Axis((key,), tuple((value,) for value in rows)))
-    return every
+        parsed.append(Axis((key,), tuple((value,) for value in rows)))
+    return parsed
 
 
 def parse_axis(text: str) -> Axis:

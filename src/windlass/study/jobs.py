@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -47,27 +47,31 @@ def submit_study(
         by_job = itertools.groupby(held, lambda number: (held[number].job, held[number].state))
         for (name, state), cells in by_job:
             end = f"`windlass submit --cancel {path}` ends it"
-            notify(f"cell {', '.join(map(str, cells))} is in job {name} ({state}); {end}")
-        every = [result.state for result in study.results()]
-        states = {number: state for number, state in enumerate(every) if number not in held}
-        failed = [str(number) for number, state in states.items() if state == "failed"]
+            notify(f"cell {_listed(cells)} is in job {name} ({state}); {end}")
+        result_states = [result.state for result in study.results()]
+        states = {number: state for number, state in enumerate(result_states) if number not in held}
+        failed = [number for number, state in states.items() if state == "failed"]
         if failed and not retry_failed:
-            notify(f"cell {', '.join(failed)} failed; --retry-failed submits failed cells, too")
-        if running := [str(number) for number, state in states.items() if state == "running"]:
-            notify(f"cell {', '.join(running)} is running already")
+            notify(f"cell {_listed(failed)} failed; --retry-failed submits failed cells, too")
+        if running := [number for number, state in states.items() if state == "running"]:
+            notify(f"cell {_listed(running)} is running already")
         wanted = (*OPEN_STATES, "failed") if retry_failed else OPEN_STATES
         numbers = [number for number, state in states.items() if state in wanted]
         for nodes in sorted({study.cells[number].nodes for number in numbers}):
-            own = [number for number in numbers if study.cells[number].nodes == nodes]
-            job = _array_job(study, own, next(free), site, asked, retry_failed)
+            of_size = [number for number in numbers if study.cells[number].nodes == nodes]
+            job = _array_job(study, of_size, next(free), site, asked, retry_failed)
             jobs.append(submit.submit(job, site, scheduler, dry_run))
     return jobs
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number + 1) for number in numbers)  # as `study.progress` counts the cells
 
 
 def _array_job(
     study: Study,
     numbers: list[int],
-    where: Path,
+    logs: Path,
     site: Site,
     asked: submit.Resources,
     retry_failed: bool,
@@ -93,7 +97,7 @@ def _array_job(
     command = [*program, "sweep", str(path), "--only", INDEX]
     command += ["--launch"] if launches else []
     command += ["--retry-failed"] if retry_failed else []
-    job = submit.make_job(name, command, recipes, where, site, asked)
+    job = submit.make_job(name, command, recipes, logs, site, asked)
     for cell in cells:
         cell.recipe.batch(cell.world or study.world or job.nodes * job.ranks_per_node)
     one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # without a bandwidth

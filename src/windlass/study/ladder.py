@@ -77,8 +77,8 @@ class Ladder:
 
     @cached_property
     def law(self) -> Law:
-        best, every = self.forms[0], [replace(one, in_fit=True) for one in self.observations]
-        return fit_law(every, best.form, embeddings=best.embeddings)
+        best, observations = self.forms[0], [replace(one, in_fit=True) for one in self.observations]
+        return fit_law(observations, best.form, embeddings=best.embeddings)
 
     @property
     def further(self) -> list[Observation]:
@@ -193,11 +193,11 @@ def assignments(
     recipe: Recipe, sizes: Sequence[str], tokens: Sequence[float], vocab: int
 ) -> list[Assignment]:
     """The grid of a ladder: shape, learning rate and batch of each size, times the tokens."""
-    own = count(recipe.model, vocab).total
+    parameters = count(recipe.model, vocab).total
     rows = []
     for size in sizes:
         shape = shape_of(recipe, size, vocab)
-        ratio = count(recipe.replace(shape).model, vocab).total / own
+        ratio = count(recipe.replace(shape).model, vocab).total / parameters
         if not recipe.model.mup_base_width:
             shape["optim.lr"] = float(f"{recipe.optim.lr * ratio**LR_EXPONENT:.3g}")
         batch = recipe.train.global_batch * ratio**BATCH_EXPONENT
@@ -237,12 +237,12 @@ def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
         return max(total / wanted, wanted / total)
 
     shapes, layers, smallest = list[Assignment](), 0, 0
-    while smallest <= wanted:  # of the shapes with these layers
+    while smallest <= wanted:  # `smallest`: parameters of the narrowest shape with these layers
         layers += 1
-        least = max(1, round(aspect * layers / ASPECT / head))
+        fewest = max(1, round(aspect * layers / ASPECT / head))
         most = max(1, round(ASPECT * aspect * layers / head))
-        shapes += [_shape(model, layers, heads) for heads in range(least, most + 1)]
-        smallest = parameters(_shape(model, layers, least))
+        shapes += [_shape(model, layers, heads) for heads in range(fewest, most + 1)]
+        smallest = parameters(_shape(model, layers, fewest))
     best = min(shapes, key=distance)
     if distance(best) > 1.5:
         problem = f"the nearest size with heads of {head} and {vocab:,} tokens of vocabulary"
@@ -274,10 +274,10 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
         return cell_result(cell, run, read_numbers(run, study.measure))
 
     further = {run.path.resolve(): run for run in runs}
-    own = {study.run_of(cell).path.resolve() for cell in study.cells} | further.keys()
+    listed = {study.run_of(cell).path.resolve() for cell in study.cells} | further.keys()
     paths = read_json(study.path / JOINED).get("runs", [])
     joined = [Run(Path(os.path.normpath(study.path / path))) for path in paths]
-    joined = [run for run in joined if run.path.resolve() not in own]
+    joined = [run for run in joined if run.path.resolve() not in listed]
     pairs = [(r, True) for r in study.results() if r.run.path.resolve() not in further]
     pairs += [(result_of(run), True) for run in joined if run.exists]
     pairs += [(result_of(run), False) for run in further.values()]

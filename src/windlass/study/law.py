@@ -101,7 +101,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law. N counts all parameters, or without `embeddings` the blocks' alone."""
+    """A fitted law. N counts all parameters, or without `embeddings` only the blocks'."""
 
     form: str
     embeddings: bool
@@ -146,8 +146,8 @@ class Law:
         return size, flops / 6 / size
 
     def constants(self) -> dict[str, tuple[float, float, float]]:
-        every = np.vstack([self.values, self.resampled])
-        a, b, e, p, q, g = every.T
+        values = np.vstack([self.values, self.resampled])
+        a, b, e, p, q, g = values.T
         named = {"α": p, "A": np.exp(a + p * self.centre[0]), "B": np.exp(b + q * self.centre[1])}
         if self.form == "kaplan":
             named["γ"] = g
@@ -206,9 +206,7 @@ def check(runs: Sequence[Observation], form: str) -> None:
     constants = FORMS[form].free.shape[1]
     if len(runs) <= constants:
         problem = f"{plural(len(runs), 'run')} for {constants} constants ({form})"
-        needs = (
-            "the law needs more runs than constants, without the largest ones, which it predicts"
-        )
+        needs = "the law needs more runs than constants, without the largest, which it predicts"
         raise UserError(f"{needs}: {problem}; add sizes or tokens")
     if len({run.parameters for run in runs}) < 2:  # tokens differ with the sizes
         raise UserError("the law is fitted to runs of one size: add another, so that it shows")
@@ -246,9 +244,9 @@ def _minimise(
         return float(value), chosen.free.T @ (slopes @ small) / threshold
 
     options = {"maxiter": 300}
-    how = {"jac": True, "method": "L-BFGS-B", "bounds": bounds, "options": options}
-    smooth = [minimize(objective, start, SMOOTH, **how).x for start in starts]
-    ends = [minimize(objective, start, HUBER, **how) for start in (*starts, *smooth)]
+    arguments = {"jac": True, "method": "L-BFGS-B", "bounds": bounds, "options": options}
+    smooth = [minimize(objective, start, SMOOTH, **arguments).x for start in starts]
+    ends = [minimize(objective, start, HUBER, **arguments) for start in (*starts, *smooth)]
     return [end.x for end in sorted(ends, key=lambda end: float(end.fun))]
 
 

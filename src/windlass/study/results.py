@@ -93,11 +93,11 @@ class RunNumbers:
 
     def seconds_left(self, steps: int | None) -> float | None:
         """Seconds to the step `steps`, by the wall clock of recent steps, with their saves."""
-        own = [x for x in self.recent if x.get("attempt") == self.recent[-1].get("attempt")]
-        if not steps or len(own) < 2:
+        lines = [x for x in self.recent if x.get("attempt") == self.recent[-1].get("attempt")]
+        if not steps or len(lines) < 2:
             return None
-        pace = (timestamp(own[-1]) - timestamp(own[0])) / (own[-1]["step"] - own[0]["step"])
-        return max(steps - own[-1]["step"], 0) * pace
+        pace = (timestamp(lines[-1]) - timestamp(lines[0])) / (lines[-1]["step"] - lines[0]["step"])
+        return max(steps - lines[-1]["step"], 0) * pace
 
     def values(self, devices: Mapping[str, float] | None = None) -> dict[str, Value]:
         """The measures of RUN but for the state, the losses of epochs, and the scores of suites.
@@ -289,9 +289,9 @@ class CellResult:
         """The cell's settings and results as plain values, for a table or JSON."""
         names = ("step", "loss", "eval_loss", "best_loss", "score", "tokens", "tokens_per_s")
         numbers = {name: getattr(self.numbers, name) for name in (*names, "device_hours")}
-        own = {"state": self.state, "reason": self.reason, "steps": self.steps}
+        state = {"state": self.state, "reason": self.reason, "steps": self.steps}
         more = {"left_s": self.left_s, "run": str(self.run.path)}
-        return {**self.cell.assignment, **own, **numbers, **more}
+        return {**self.cell.assignment, **state, **numbers, **more}
 
 
 def cell_result(

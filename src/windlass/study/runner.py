@@ -1,4 +1,4 @@
-"""Trains the cells of a study side by side, each in a `windlass train` process.
+"""Trains the cells of a study, each in a `windlass train` process, and probes of scaling studies.
 
 The directory is the only state. A sweep that was killed anywhere and is given again leaves finished
 cells alone and resumes interrupted ones. Failed cells keep their state and reason.
@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from windlass import errors
+from windlass import errors, processes
 from windlass.data.prepare import prepare
 from windlass.data.recipe_sources import data_dirs
 from windlass.errors import UserError
@@ -42,7 +42,7 @@ STOPPED = "stopped with everything saved; the same command continues"
 PROBE_STEPS, PROBE_WINDOWS = 10, 4
 MOST_EVERY = 5  # steps of such a window, at most
 PROBE_SECONDS, PROBE_POLL_SECONDS = 600.0, 0.05  # the limit of a probe, and between two looks
-ENDLESS = 10**6  # steps: the probe is killed before its end
+ENDLESS = 10**6  # steps, because the probe is killed before its end
 TINY_LR = 1e-9  # keeps the loss finite without a schedule
 
 
@@ -60,7 +60,7 @@ class CellProcess(subprocess.Popen[bytes]):
         self.cell, self.devices = cell, devices
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = directory.parent / f"{directory.name}.out"
-        env = os.environ | {"WINDLASS_QUIET_END": "1", "WINDLASS_PARENT": str(os.getpid())}
+        env = os.environ | {processes.QUIET_END: "1", processes.PARENT: str(os.getpid())}
         if threads:
             env.setdefault("OMP_NUM_THREADS", str(threads))
         if devices:
@@ -90,8 +90,8 @@ class CellProcess(subprocess.Popen[bytes]):
             kind = "bad input"
         text = self.log_path.read_text(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        own = [line for line in lines if line.startswith("windlass:")]
-        return ": ".join([kind, *(own or lines)[-1:]])
+        messages = [line for line in lines if line.startswith("windlass:")]
+        return ": ".join([kind, *(messages or lines)[-1:]])
 
 
 def sweep(
@@ -129,8 +129,8 @@ def sweep(
     """
     study = create_sweep(recipe, axes, overrides, path, world)
     if study.over_hosts and only is None:
-        how = f"`windlass submit {shlex.quote(str(study.path))}` submits its cells"
-        raise UserError(f"{study.path} is a scaling study over hosts: {how}")
+        remedy = f"`windlass submit {shlex.quote(str(study.path))}` submits its cells"
+        raise UserError(f"{study.path} is a scaling study over hosts: {remedy}")
     cells = study.cells if only is None else [study.cells[only]]
     with progress or Progress() as shown:
         Sweep(study, cells, workers, retry_failed, launch, progress=shown).start()
@@ -188,8 +188,10 @@ class Sweep:
             self.open_states.add("failed")
 
     def start(self) -> None:
-        """Prepare the data, and train all cells, with a probe after each cell of a scaling study."""
-        # Prepare the data of the open cells once. A cell without usable data fails alone.
+        """Prepare the data of the open cells, and train them; probe each cell of a scaling study.
+
+        A cell without usable data fails, and the others train.
+        """
         cells = [c for c in self.cells if self.study.result(c).state in self.open_states]
         resuming = any(self.study.run_of(cell).exists for cell in cells)
         prepared, problems = set[tuple[object, ...]](), list[UserError]()
@@ -239,7 +241,7 @@ class Sweep:
             for cell in cells:
                 self.study.set_failure(cell, None)
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
-        # 0: a cell alone measures the best number, a launch shares cores.
+        # 0: a single rank measures its best number of threads, and a launch divides the cores.
         ranks = self.workers * max(map(self.study.ranks_of, cells))
         threads = thread_share(ranks) if ranks > 1 and not self.launch else 0
         while (queue or self.running) and not self.stopping:
@@ -262,8 +264,8 @@ class Sweep:
                 self.running.remove(process)
                 code = process.poll() or 0
                 reason = process.failure(code)
-                if code == errors.LOST:  # its job starts it again, on other hosts
-                    self.lost = reason
+                if code == errors.LOST:  # the job starts again, on other hosts
+                    self.lost, queue = reason, []
                 elif code > 0 and reason and OCCUPIED not in reason:
                     self.study.set_failure(process.cell, reason)
                 elif code < 0:
@@ -317,19 +319,19 @@ def probe_recipe(cell: Cell) -> Recipe:
 def run_probe(
     study: Study, cell: Cell, notify: Callable[[str], None], retry_failed: bool = False
 ) -> None:
-    """Run a cell's probe unless an equal one has ended; `probe.json` stores a failure."""
+    """Run a cell's probe unless an equal one has ended; `probe.json` stores how it ended."""
     directory, ranks = probe_dir(study, cell), (cell.world or 1) // cell.nodes
     before = read_json(directory / "probe.json").get("state")
     if why_no_probe(cell) or before == "finished" or (before and not retry_failed):
         return
-    shutil.rmtree(directory, ignore_errors=True)  # of a killed probe: all ranks train together
+    shutil.rmtree(directory, ignore_errors=True)  # a killed probe: ranks train side by side
     directory.mkdir(parents=True)
     recipe, gpus = probe_recipe(cell), visible_gpus()
     write_atomic(directory / "recipe.toml", recipe.toml())
     steps = WARMUP + max(PROBE_STEPS, PROBE_WINDOWS * recipe.telemetry.every)
     side_by_side = f"{ranks} process{'es' * (ranks > 1)}"
     notify(f"{cell.label}: {steps} steps without communication, {side_by_side}")
-    runs, processes = [Run(directory / str(rank)) for rank in range(ranks)], list[CellProcess]()
+    runs, children = [Run(directory / str(rank)) for rank in range(ranks)], list[CellProcess]()
     own_gpus = len(gpus) >= ranks and recipe.parallel.device != "cpu"
     stopped = list[int]()
     with catch_signals(STOP_SIGNALS, stopped.append):
@@ -338,10 +340,10 @@ def run_probe(
                 words = ["train", str(directory / "recipe.toml"), f"run.dir={typed(str(run.path))}"]
                 devices = gpus[rank : rank + 1] if own_gpus else []
                 threads = recipe.train.threads
-                processes.append(CellProcess(cell, [*WINDLASS, *words], run.path, threads, devices))
-            reason = _wait(processes, runs, steps, stopped)
+                children.append(CellProcess(cell, [*WINDLASS, *words], run.path, threads, devices))
+            reason = _wait(children, runs, steps, stopped)
         finally:
-            for process in processes:
+            for process in children:
                 process.kill()
                 process.wait()
     if stopped:
@@ -353,12 +355,12 @@ def run_probe(
 
 
 def _wait(
-    processes: Sequence[CellProcess], runs: Sequence[Run], steps: int, stopped: list[int]
+    children: Sequence[CellProcess], runs: Sequence[Run], steps: int, stopped: list[int]
 ) -> str:
     """Wait until all ranks have trained `steps` steps side by side; returns why they did not."""
     until, first = time.monotonic() + PROBE_SECONDS, list[int]()
     while not stopped:
-        for process in processes:
+        for process in children:
             if (code := process.poll()) is not None:
                 return process.failure(code) or "it ended before its last step"
         trained = [max((line["step"] for line in run.lines("train")), default=0) for run in runs]

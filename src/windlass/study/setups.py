@@ -1,9 +1,9 @@
 """How well a study scales: time of a step, speed-up, efficiency, and the parts of a step.
 
-docs/guides/scale.md has the formulas. `probes/<hash>/<i>` of a study are run directories; in each
-the runner trains one rank's part of a cell's batch, alone. They run side by side, so that they
-contend for cores and memory as the cell's ranks on a host do. The exposed communication of torch's
-profiler was 0.5 to 0.83 of the time lost on two gloo ranks.
+docs/guides/scale.md has the formulas. `probes/<N>-ranks-<hash>/<rank>` of a study are run
+directories. In each the runner trains a rank's part of a cell's batch without communication. They
+run side by side, so that they contend for cores and memory as the cell's ranks on a host do.
+torch's profiler counted 0.5 to 0.83 of the time that two gloo ranks lost.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 - `recipe.toml`: the settings that all cells share; `study.json`: `StudyFile`
 - `failures.json`: why cells failed
 - `runs/<cell>`: a run directory for each cell, whose ledger gives all other numbers
+- `probes/` (see `setups.py`), `jobs/` (`jobs.py`), and a ladder's `joined.json` (`ladder.py`)
 """
 
 from __future__ import annotations

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from windlass.errors import UserError, did_you_mean
 from windlass.verification.bench import Bench
-from windlass.verification.proofs import PROOFS
+from windlass.verification.proofs import PROOFS, Outcome
 
 
 @dataclass
 class Proof:
-    """A promise and whether it holds; None: it could not be tried, and `measured` says why."""
+    """A promise, and the outcome of its proof (`Outcome`)."""
 
     name: str
     claim: str
     passed: bool | None
     measured: str
     seconds: float = 0.0
-    untried: list[str] = field(default_factory=list)  # parts of a proof that need more ranks
+    untried: list[str] = field(default_factory=list)
 
 
 def verify(
@@ -35,12 +35,12 @@ def verify(
 ) -> list[Proof]:
     """Prove, with real runs on this machine, that nothing is lost or silently wrong.
 
-    The ranks are processes of `multiprocessing`, which import the script that calls this: there the
-    call stands under `if __name__ == "__main__":`.
+    The ranks are processes of `multiprocessing`, which import the script that calls this. Put the
+    call there under `if __name__ == "__main__":`.
 
     Args:
         recipe: A recipe to prove, shortened to 12 steps of 8 samples, instead of a tiny one.
-        overrides: Settings to change, as `KEY=VALUE`; UserError for a wrong one.
+        overrides: Settings to change (`KEY=VALUE`); UserError for a wrong one.
         world: The most ranks; 0: 4 on a CPU, else one for each GPU.
         kills: How often to kill a run that saves.
         show: Called with each result at once.
@@ -58,12 +58,13 @@ def verify(
         for name, (claim, prove) in PROOFS.items():
             if only and name not in only:
                 continue
-            began, bench.untried = time.monotonic(), []
+            began = time.monotonic()
             try:
-                passed, measured = prove(bench)
+                outcome = prove(bench)
             except Exception as error:
-                passed, measured = False, f"{type(error).__name__}: {error}"
+                outcome = Outcome(False, f"{type(error).__name__}: {error}")
+            passed, measured, untried = outcome
             seconds = time.monotonic() - began
-            results.append(Proof(name, claim, passed, measured, seconds, bench.untried))
+            results.append(Proof(name, claim, passed, measured, seconds, list(untried)))
             show(results[-1])
     return results

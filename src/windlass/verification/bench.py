@@ -1,6 +1,6 @@
 """Where the proofs run: a directory with short trainings.
 
-Their ranks are forks of one process, which has imported torch and computed nothing. A rank so
+Their ranks are forks of one process, which has imported torch and computed nothing. So a rank
 starts in a tenth of a second instead of five.
 """
 
@@ -45,12 +45,12 @@ COMMON = {
     "optim.schedule.warmup": 2,
 }
 TAIL_LINES = 12
-MOST_DATA_RANKS = 4  # more of them would prove nothing else
+MOST_DATA_RANKS = 4  # more would prove nothing else
 Settings = Mapping[str, Any]  # by dotted key
 
 
 class Bench:
-    """Where the proofs run: a directory, and a tiny recipe or the given one, shortened."""
+    """A directory for the runs, and their base: a tiny recipe, or the given one shortened."""
 
     def __init__(
         self,
@@ -65,7 +65,6 @@ class Bench:
         self.folder, self.recipe = folder.resolve(), recipe or "quickstart"
         self.worlds, self.kills = [w for w in worlds if w <= MOST_DATA_RANKS], kills
         self.most = max(worlds)  # ranks of a layout
-        self.untried: list[str] = []  # by the proof that runs
         self.base = dotted(COMMON) | {"data.dir": str(self.folder / "data")}
         self.base["train.deterministic"] = torch.cuda.is_available()
         # One number for all worlds, because threads change bits.
@@ -78,30 +77,29 @@ class Bench:
         self.model = self.settings("model").model
 
     def settings(self, run: str, changes: Settings | None = None) -> Recipe:
-        """The recipe of a run: the base recipe with changes."""
+        """The recipe of a run: the base with changes."""
         place = {"run.dir": str(self.folder / run)}
         return Recipe.load(self.recipe, self.base | dotted(changes or {}) | place)
 
-    def train(self, run: str, changes: Settings | None = None, world: int = 1, **how: Any) -> Run:
-        """Train on ranks in processes of their own; `how`: more of `start`. RuntimeError if a rank
-        fails."""
-        if any(codes := wait(self.start(run, changes, world, **how))):
+    def train(self, run: str, changes: Settings | None = None, world: int = 1, **more: Any) -> Run:
+        """Train on ranks, each a process; `more`: as `start`. RuntimeError if a rank fails."""
+        if any(codes := wait(self.start(run, changes, world, **more))):
             raise RuntimeError(f"a training failed (exit codes {codes}):\n{self.tail(run)}")
         return Run(self.folder / run)
 
     def start(
-        self, run: str, changes: Settings | None = None, world: int = 1, **how: Any
+        self, run: str, changes: Settings | None = None, world: int = 1, **more: Any
     ) -> list[ForkServerProcess]:
         """Begin to train; returns the ranks, which end with this process.
 
-        `how`: `branch_from`, RUN@STEP; `kill_after`, the step after which each rank kills itself.
+        `more`: `branch_from`, RUN@STEP; `kill_after`, the step after which each rank kills itself.
         """
         recipe, output = self.folder / f"{run}.toml", self.folder / f"{run}.out"
         recipe.write_text(self.settings(run, changes).toml(), encoding="utf-8")
         FORKS.set_forkserver_preload(PRELOADED)
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
-            words = [(recipe, output, rank, world, listening) for rank in range(world)]
-            ranks = [FORKS.Process(target=run_rank, args=x, kwargs=how, daemon=True) for x in words]
+            args = [(recipe, output, rank, world, listening) for rank in range(world)]
+            ranks = [FORKS.Process(target=run_rank, args=x, kwargs=more, daemon=True) for x in args]
             for rank in ranks:
                 rank.start()
         return ranks

@@ -14,7 +14,6 @@ from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
 from windlass.verification.bench import BATCH, MICRO, STEPS, Bench, Settings, wait
 
-Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
 FLOAT64 = {"train.precision": "fp64"}
 ROUNDING = 1e-9  # the largest difference in float64 that counts as rounding
 
@@ -43,13 +42,21 @@ GPT2_SHAPE: dict[str, Any] = {
 }
 
 
+class Outcome(NamedTuple):
+    """Whether a promise holds; None: it could not be tried, and `measured` has the reason."""
+
+    passed: bool | None
+    measured: str
+    untried: Sequence[str] = ()  # parts of the proof that were not tried, with the reasons
+
+
 def resume_exact(bench: Bench) -> Outcome:
     """Resume from every step, and after a kill -9 on two ranks."""
     whole, equal = bench.train("whole"), dict[str, bool]()
     for step in range(1, STEPS):
         run = bench.train(f"from-{step}", branch_from=f"{whole.path}@{step}")
         equal[str(step)] = same_bits(run, whole, step)
-    tried = "one process"
+    tried, untried = "one process", list[str]()
     if 2 in bench.worlds:
         tried += ", and kill -9 on 2 ranks"
         wait(bench.start("two-killed", world=2, kill_after=STEPS // 2 + 1))
@@ -58,10 +65,11 @@ def resume_exact(bench: Bench) -> Outcome:
         resumed = [event["step"] for event in killed.events if event["event"] == "resumed"]
         equal["kill -9 on 2 ranks"] = any(resumed) and same_bits(killed, two)
     else:
-        bench.untried.append("kill -9 on 2 ranks (needs 2 ranks)")
+        untried.append("kill -9 on 2 ranks (needs 2 ranks)")
     if wrong := [name for name, same in equal.items() if not same]:
-        return False, f"losses, norms, weights or optimizer states differ after: {', '.join(wrong)}"
-    return True, f"all bits equal ({tried})"
+        differ = "losses, norms, weights or optimizer states differ after: "
+        return Outcome(False, differ + ", ".join(wrong), untried)
+    return Outcome(True, f"all bits equal ({tried})", untried)
 
 
 def same_bits(run: Run, reference: Run, first: int = 0) -> bool:
@@ -89,25 +97,25 @@ class Cell(NamedTuple):
 
 def strategies_agree(bench: Bench) -> Outcome:
     """Each strategy in float64 against one process, with equal micro-batches and dropout."""
-    cells = [Cell("s-one", 1, FLOAT64, "s-one")]
+    cells, untried = [Cell("s-one", 1, FLOAT64, "s-one")], list[str]()
     for strategy, world in STRATEGIES.items():
         if world in bench.worlds:
             settings = {"parallel.strategy": strategy, **FLOAT64}
             cells.append(Cell(f"s-{strategy}", world, settings, "s-one"))
         else:
-            bench.untried.append(f"{strategy} (needs {world} ranks)")
+            untried.append(f"{strategy} (needs {world} ranks)")
     if len(cells) == 1:
-        return None, "only one rank is possible here"
+        return Outcome(None, "only one rank is possible here", untried)
     tried = [f"{cell.run.removeprefix('s-')} x {cell.world}" for cell in cells[1:]]
-    return agree(bench, cells, ", ".join(tried))
+    return agree(bench, cells, ", ".join(tried), untried)
 
 
 def layouts_agree(bench: Bench) -> Outcome:
     """Layouts with tensor, context and pipeline parallelism in float64 against one process."""
     if bench.model.kind != "gpt":
-        return None, "the proof divides Windlass's own GPT only"
+        return Outcome(None, "the proof divides Windlass's own GPT only")
     once = {"checkpoint.every": STEPS, "checkpoint.keep_every": 0, **FLOAT64}
-    cells, tried = [Cell("l-one", 1, once, "l-one")], list[str]()
+    cells, tried, untried = [Cell("l-one", 1, once, "l-one")], list[str](), list[str]()
     for world, layouts in LAYOUTS.items():
         for name, layout in layouts.items():
             run = f"l-{world}-{name.replace(', ', '-').replace(' ', '')}"
@@ -117,13 +125,13 @@ def layouts_agree(bench: Bench) -> Outcome:
                     raise UserError(f"needs {world} ranks")
                 bench.settings(run, settings).batch(world)
             except UserError as error:
-                bench.untried.append(f"{name} on {world} ranks ({first_line(error)})")
+                untried.append(f"{name} on {world} ranks ({first_line(error)})")
                 continue
             cells.append(Cell(run, world, settings, "l-one"))
             tried.append(f"{name} x {world}")
     if not tried:
-        return None, "no layout divides this model on these ranks"
-    return agree(bench, cells, "; ".join(tried))
+        return Outcome(None, "no layout divides this model on these ranks", untried)
+    return agree(bench, cells, "; ".join(tried), untried)
 
 
 def world_changes_nothing(bench: Bench) -> Outcome:
@@ -143,15 +151,16 @@ def world_changes_nothing(bench: Bench) -> Outcome:
             cells.append(Cell(f"w-{world}-{micro}", world, settings, f"w-1-{BATCH}"))
         tried.append(f"{len(divisions)} divisions without dropout")
     if not tried:
-        return None, "only one rank is possible here, and the model may have dropout"
+        return Outcome(None, "only one rank is possible here, and the model may have dropout")
     return agree(bench, cells, "; ".join(tried))
 
 
-def agree(bench: Bench, cells: Sequence[Cell], tried: str) -> Outcome:
+def agree(bench: Bench, cells: Sequence[Cell], tried: str, untried: Sequence[str] = ()) -> Outcome:
     """Train the cells and compare each with its reference."""
     runs = {cell.run: bench.train(cell.run, cell.settings, cell.world) for cell in cells}
     worst = max(difference(runs[cell.run], runs[cell.reference]) for cell in cells)
-    return worst < ROUNDING, f"{tried}: largest difference {worst:.1e} in float64"
+    measured = f"{tried}: largest difference {worst:.1e} in float64"
+    return Outcome(worst < ROUNDING, measured, untried)
 
 
 def difference(run: Run, reference: Run) -> float:
@@ -187,20 +196,21 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
         for rank in ranks:
             rank.kill()
         if any(code != -signal.SIGKILL for code in wait(ranks)):
-            return False, f"a training ended before it was killed:\n{bench.tail('killed')}"
+            ended = f"a training ended before it was killed:\n{bench.tail('killed')}"
+            return Outcome(False, ended)
         choice = choose_checkpoint(run) if (run / "checkpoints").is_dir() else None
         step = choice.step if choice else 0
         lost += bool(choice and choice.notes) or step < committed
         committed = step
     sizes = " or ".join(map(str, worlds))
     text = f"{plural(bench.kills, 'kill')} -9 of a run on {sizes} ranks that saves at every step"
-    return lost == 0 and committed > 0, f"{text}: {lost} lost, newest {committed}"
+    return Outcome(lost == 0 and committed > 0, f"{text}: {lost} lost, newest {committed}")
 
 
 def export_equal(bench: Bench) -> Outcome:
     """The logits in transformers, of a GPT-2-shaped model or of the recipe's own."""
     if not installed("transformers"):
-        return None, needs("transformers")
+        return Outcome(None, needs("transformers"))
     import torch
     import transformers
 
@@ -219,7 +229,7 @@ def export_equal(bench: Bench) -> Outcome:
     with torch.no_grad():
         worst = float((ours(tokens) - exported(tokens).logits).abs().max())
     name = type(exported).__name__ if given else "GPT-2 shape"
-    return worst < 1e-5, f"{name}, largest difference of a logit {worst:.1e}"
+    return Outcome(worst < 1e-5, f"{name}, largest difference of a logit {worst:.1e}")
 
 
 PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
