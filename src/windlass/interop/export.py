@@ -23,13 +23,14 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
 from windlass.evaluation.source import Source, find_source, open_model, same_tokenizer
 from windlass.fileio import new_directory, read_json
+from windlass.ledger import decode
 from windlass.model import convert, hf_files
 from windlass.model.adapters import export_adapter
 from windlass.model.quantised import Linear4bit
 from windlass.parallel.ranks import alone
 from windlass.recipe import Changes
 from windlass.recipe.settings import LOSS_SUITE
-from windlass.run import Run, decode
+from windlass.run import Run
 from windlass.telemetry.measures import of_eval, show
 from windlass.variables import scrub
 

@@ -60,7 +60,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     precision = resolve_precision(recipe.train.precision, ranks.device)
     cuts, partial = divide(model, ranks.mesh)
     if ranks.mesh.pp is not None:
-        keep_stages(model, ranks, recipe)
+        keep_stages(model, ranks.mesh, ranks.device, recipe)
     blocks = repeated_parts(model, recipe, ranks)
     if recipe.train.precision == "float8":
         use_float8(blocks, ranks.device)
@@ -186,7 +186,7 @@ def shard(
 def replicate(
     model: nn.Module, group: dist.ProcessGroup, device: torch.device, recipe: Recipe
 ) -> DistributedDataParallel:
-    # `training.state.Buffers` shares buffers after each step. torch < 2.12 has another name.
+    # `training.state.share_buffers` does that after each step. torch < 2.12 has another name.
     arguments = inspect.signature(DistributedDataParallel.__init__).parameters
     has_new_name = "forward_sync_buffers" in arguments
     sync_buffers = "forward_sync_buffers" if has_new_name else "broadcast_buffers"

@@ -25,7 +25,7 @@ from windlass.model.sharding import become, local_part
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
 from windlass.parallel.context import DividedGPT
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
 
 TICKS_KEPT = 8  # a message sent this many ticks ago is waited for, so that its memory is freed
@@ -65,8 +65,7 @@ def wait(works: list[Any]) -> None:
 class Pipeline:
     """The stages of a model, of which this rank holds number `stage`, and their messages."""
 
-    def __init__(self, model: GPT, ranks: Ranks, recipe: Recipe):
-        mesh = ranks.mesh
+    def __init__(self, model: GPT, mesh: Mesh, device: torch.device, recipe: Recipe):
         assert mesh.pp is not None
         self.group: dist.ProcessGroup = mesh.pp
         self.stage, self.stages = mesh.at["pp"], mesh.sizes.pp
@@ -79,7 +78,7 @@ class Pipeline:
         self.elsewhere = {name for name in names if not name.startswith(self.parts(self.stage))}
         # Parameters here that count, and are saved, on another rank.
         self.copies = {"embedding.weight"} if self.is_last and self.ties_head else set[str]()
-        self.device = ranks.device
+        self.device = device
         # The stream and the loss are not in bf16, even if the weights are.
         self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.width = recipe.model.width
@@ -233,11 +232,11 @@ class StagedGPT(GPT):
         return x
 
 
-def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
+def keep_stages(model: nn.Module, mesh: Mesh, device: torch.device, recipe: Recipe) -> None:
     """Keep this rank's stage of a model, in place. Parameters keep their names. UserError if
     nothing is trained in a stage."""
     assert isinstance(model, GPT)  # the recipe rejects others
-    pipe = Pipeline(model, ranks, recipe)
+    pipe = Pipeline(model, mesh, device, recipe)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     for stage in range(pipe.stages):
         if not any(name.startswith(pipe.parts(stage)) for name in trained):

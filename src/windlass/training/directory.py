@@ -22,9 +22,10 @@ from windlass.checkpoint.format import Checkpoint
 from windlass.data.shards import Index
 from windlass.errors import UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
+from windlass.ledger import read_lines
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, typed
-from windlass.run import LOCK, OCCUPIED, Run, read_lines
+from windlass.run import LOCK, OCCUPIED, Run
 from windlass.telemetry.console import Console
 from windlass.training.start import Start, candidate_checkpoints, job_id
 

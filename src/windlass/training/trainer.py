@@ -154,7 +154,7 @@ class Trainer:
                 # All ranks act on these after the same step; gloo exchanges them meanwhile.
                 callback_stops = bool(self.callbacks.stop_reason)
                 flags = collectives.max_async(
-                    [self.stop.requested, self.saver.failures, callback_stops], ranks
+                    [self.stop.requested, self.saver.failures, callback_stops], ranks.mesh
                 )
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 recorder.profile.begin(state.step + 1)
@@ -184,7 +184,7 @@ class Trainer:
                 if due or not self.bad_steps.deferred:
                     self.bad_steps.decide()
                 if log_due or self.callbacks.see_steps:
-                    collectives.sum_over_ranks(result.loss, ranks)  # in place
+                    collectives.sum_over_ranks(result.loss, ranks.mesh)  # in place
                 lr = recipe.optim.lr * multiplier
                 self.callbacks.stepped(lr, batch, result)
                 if log_due:
@@ -215,7 +215,8 @@ class Trainer:
         scale = self.scaler.scale
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
-        counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
+        own = [batch.valid_tokens, batch.real_tokens, positions]
+        counts = collectives.count_async(own, ranks.mesh)
         dtype = torch.float64 if self.recipe.train.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
@@ -261,8 +262,8 @@ class Trainer:
         check_gradients_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale
-        collectives.sum_over_tensor_ranks(self.parameters, ranks)
-        grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks)
+        collectives.sum_over_tensor_ranks(self.parameters, ranks.mesh)
+        grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks.mesh)
         grad_norm = grad_norm if scale is None else grad_norm / scale
         bad = self.bad_steps.observe(loss, grad_norm, zero)
         if self.bad_steps.deferred:  # the device makes no update if it is 1
