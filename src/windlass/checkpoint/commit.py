@@ -56,13 +56,15 @@ class Save:
 
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    about: Mapping[str, Any]  # of the manifest: meta, aliases and base
+    described: Mapping[str, Any]  # by the manifest: meta, aliases and base
     counters: bytes = b"{}"
-    image: Any = b""  # this rank's file in host memory: header length, header, numbers
+    file_bytes: Any = b""  # this rank's file in host memory: header length, header, numbers
     tensors: dict[str, Any] = field(default_factory=dict)
     """By name `dtype`, `shape` of the whole tensor, `chunks`: file, place in it, offsets, sizes."""
 
-    error: str = ""  # why it failed; before `run` why `image` is missing, so that all ranks give up
+    error: str = (
+        ""  # why it failed; before `run` why `file_bytes` is missing, so that all ranks give up
+    )
     warning: str = ""  # a problem that did not fail the save
     ended: bool = False
     waited_s: float = 0.0  # the step waited for the save before this one
@@ -104,7 +106,7 @@ class Save:
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
         if self.rank == 0:
-            size = len(self.image) * self.world  # the ranks write about as much as each other
+            size = len(self.file_bytes) * self.world  # the ranks write about as much as each other
             if (free := shutil.disk_usage(self.directory).free) < size + RESERVE_BYTES:
                 needs = f"{decimal(size)} and a reserve of {decimal(RESERVE_BYTES)}"
                 raise OSError(f"{self.path.name} needs {needs}; the disk has {decimal(free)} free")
@@ -113,7 +115,7 @@ class Save:
         part = {"host": socket.gethostname(), "files": {}, "tensors": self.tensors}
         if self.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
-            data = self.image
+            data = self.file_bytes
             with files.create(self.temporary / name) as output:
                 for at in range(0, len(data), PIECE_BYTES):
                     digest.update(data[at : at + PIECE_BYTES])
@@ -194,7 +196,7 @@ class Save:
             world=self.world,
             tensors=dict(sorted(tensors.items())),
             files=files,
-            **self.about,
+            **self.described,
         )
 
     def _give_up(self, error: Exception) -> None:

@@ -23,13 +23,13 @@ from windlass.model import adapters, hf_files, hf_network
 from windlass.model.attention import Documents
 from windlass.model.gpt import multiplied
 from windlass.model.loss import (
-    Piece,
+    ChunkLoss,
     SourceSums,
-    Tail,
     TiedLookup,
+    VocabShard,
+    can_share_gradient,
     cross_entropy_of_logits,
     cross_entropy_sum,
-    one_gradient,
 )
 from windlass.model.quantised import Linear4bit, raised
 from windlass.model.sharding import assign
@@ -71,9 +71,9 @@ class HfModel(nn.Module):
         takes_rows = "inputs_embeds" in inspect.signature(model.base_model.forward).parameters
         # Gemma 3n and 4 also embed the ids of tokens for each layer.
         self._takes_rows = takes_rows and not getattr(text, "hidden_size_per_layer_input", 0)
-        self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
+        self.vocab_shard: VocabShard | None = None  # of the vocabulary, if ranks divide it
         self.balance = hf_network.balance_of(model, settings)
-        self.loss_tail: Tail | None = None  # compiled
+        self.compiled_loss: ChunkLoss | None = None
 
     @torch.no_grad()
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
@@ -178,9 +178,9 @@ class HfModel(nn.Module):
                 labels,
                 head.bias,
                 cap=cap,
-                piece=self.piece,
+                shard=self.vocab_shard,
                 by_source=by_source,
-                tail=self.loss_tail,
+                compiled=self.compiled_loss,
             )
         return self.balanced(loss, output, labels)
 
@@ -188,10 +188,10 @@ class HfModel(nn.Module):
         """Whether this pass looks tokens up by itself: in a table that is also the head's, for one
         gradient of both uses."""
         table = self.model.get_input_embeddings()
-        tied = table.weight is weight and not self.piece and self._takes_rows
+        tied = table.weight is weight and not self.vocab_shard and self._takes_rows
         plain = type(table) is nn.Embedding and table.padding_idx is None
         hooked = table._forward_hooks or table._forward_pre_hooks
-        return tied and plain and not hooked and one_gradient(weight)
+        return tied and plain and not hooked and can_share_gradient(weight)
 
     def balanced(self, loss: Tensor, output: Any, labels: Tensor) -> Tensor:
         """The summed loss with the gradient of the routers' balancing loss, once for each label."""

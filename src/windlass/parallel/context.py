@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.model.attention import Documents, Spans, attend, dropout_mask, masked_attention
-from windlass.model.gpt import GPT, Block, Pass
+from windlass.model.gpt import GPT, Block, PassInputs
 from windlass.model.sharding import Peers
 from windlass.parallel.collectives import Exchange, Gather, gather
 from windlass.recipe.settings import IGNORE_INDEX
@@ -68,10 +68,10 @@ class TokenPart(NamedTuple):
     def by_heads(self, q: Tensor, k: Tensor, v: Tensor, keep: Any, ranks: Peers) -> Tensor:
         """Exchange this rank's tokens of all heads for all tokens of some heads, and back."""
         parts = [x.unflatten(1, (ranks.size, -1)).movedim(1, 0) for x in (q, k, v)]
-        here = Exchange.apply(torch.cat(parts, 2), ranks)  # [ranks, B, H + 2K of a rank, T, E]
+        exchanged = Exchange.apply(torch.cat(parts, 2), ranks)  # [ranks, B, H + 2K of a rank, T, E]
         # [B, heads of a rank, all tokens, E]
         heads = [part.shape[2] for part in parts]
-        q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in here.split(heads, dim=2))
+        q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in exchanged.split(heads, dim=2))
         if keep is not None:
             keep = keep[:, ranks.rank * heads[0] : (ranks.rank + 1) * heads[0]]
         y = causal(q, k, v, keep, self.masks[0])
@@ -117,7 +117,7 @@ class DividedGPT(GPT):
 
     def prepare(
         self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
-    ) -> Pass:
+    ) -> PassInputs:
         if not self.training and (labels is None or self.context_ranks is None):
             return super().prepare(tokens, labels, start, documents)
         assert not start, "a cache needs evaluation mode"
@@ -130,7 +130,7 @@ class DividedGPT(GPT):
             labels = part.tokens(labels).masked_fill(part.places >= part.length, IGNORE_INDEX)
         # Learned positions are added to the stream; rotary ones are of attention.
         places = part.stream if self.settings.position == "learned" else part.places
-        return Pass(part.tokens(tokens), labels, part.tokens(positions, places), part)
+        return PassInputs(part.tokens(tokens), labels, part.tokens(positions, places), part)
 
     def part(
         self,
@@ -167,12 +167,12 @@ class DividedGPT(GPT):
                 masks.append(None)
         return TokenPart(length, places, stream, tensor, context, tuple(masks))
 
-    def drop(self, x: Tensor, here: Pass) -> Tensor:
+    def drop(self, x: Tensor, inputs: PassInputs) -> Tensor:
         rate = self.settings.dropout if self.training else 0.0
-        return here.spans.drop(x, rate) if rate else x
+        return inputs.spans.drop(x, rate) if rate else x
 
-    def end(self, x: Tensor, here: Pass, *args: Any) -> Tensor:
+    def apply_head(self, x: Tensor, inputs: PassInputs, *args: Any) -> Tensor:
         ranks = self.tensor_ranks if self.training else None
-        if here.labels is None and ranks is not None:
-            x = gather(x, 1, ranks)[:, : here.spans.length]  # logits need no gradient
-        return super().end(x, here, *args)
+        if inputs.labels is None and ranks is not None:
+            x = gather(x, 1, ranks)[:, : inputs.spans.length]  # logits need no gradient
+        return super().apply_head(x, inputs, *args)

@@ -23,12 +23,12 @@ from torch.utils import checkpoint as recompute
 from windlass.errors import UserError
 from windlass.model.attention import HALF
 from windlass.model.gpt import GPT
-from windlass.model.loss import loss_tail
+from windlass.model.loss import chunk_loss
 from windlass.model.quantised import Bf16Embedding, use_float8
 from windlass.model.sharding import (
     Cut,
     Peers,
-    become,
+    add_mixin,
     blocks_of,
     is_fsdp,
     materialise,
@@ -72,8 +72,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         compiled = functools.partial(torch.compile, dynamic=recipe.data.ragged_ or None)
         for block in blocks:
             block.forward = compiled(block.forward)
-        for head in (m for m in model.modules() if hasattr(m, "loss_tail")):
-            head.loss_tail = compiled(loss_tail)
+        for head in (m for m in model.modules() if hasattr(m, "compiled_loss")):
+            head.compiled_loss = compiled(chunk_loss)
     sharded = ranks.strategy.shards_parameters
     low = LOW.get(precision)
     if low and (sharded or recipe.train.master == "bf16"):
@@ -310,8 +310,8 @@ def attention_without_plans() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def counted(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters that count in the gradient norm: a table on two stages once."""
+def owned_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters that count in the gradient norm; a table on two stages counts once."""
     stage = stage_of(model)
     copies = stage.copies if stage else ()
     named = unwrap(model).named_parameters()
@@ -341,11 +341,11 @@ def raise_tables_and_norms(model: nn.Module, device: torch.device) -> None:
         is_foreign = is_norm and not kind.__module__.startswith("windlass.")
         is_table = isinstance(module, nn.Embedding) and not isinstance(module, Bf16Embedding)
         if is_table or (is_foreign and device.type == "cpu"):
-            become(module, InFloat32)
+            add_mixin(module, InFloat32)
 
 
 class InFloat32(nn.Module):
-    """A module that raises its gathered low-precision parameters; comes before its class."""
+    """Mixin of a module that raises its gathered low-precision parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parameters = self.named_parameters()

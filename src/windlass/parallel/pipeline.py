@@ -21,7 +21,7 @@ from windlass.errors import UserError
 from windlass.model.attention import Documents, LayerCache
 from windlass.model.gpt import GPT
 from windlass.model.loss import SourceSums
-from windlass.model.sharding import become, local_part
+from windlass.model.sharding import add_mixin, local_part
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
 from windlass.parallel.context import DividedGPT
@@ -215,12 +215,12 @@ class StagedGPT(GPT):
             hidden = pipe.empty(pipe.shape(self, tokens, labels is not None))
             wait(pipe.post([], [(hidden, pipe.stage - 1)]))
         layers = pipe.layers[pipe.stage]
-        here = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
-        x = self.begin(here)[0] if hidden is None else hidden
-        x = self.through(x, layers, here, cache)
+        inputs = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
+        x = self.embed(inputs)[0] if hidden is None else hidden
+        x = self.run_blocks(x, layers, inputs, cache)
         if pipe.is_last:
             table = self.embedding.weight if self.settings.tie_head else None
-            x = self.end(x, here, table, cache, by_source)
+            x = self.apply_head(x, inputs, table, cache, by_source)
         if trains:
             return x
         x = x.to(pipe.dtype).contiguous()
@@ -249,7 +249,7 @@ def keep_stages(model: nn.Module, mesh: Mesh, device: torch.device, recipe: Reci
     for number in range(recipe.model.layers):
         if f"blocks.{number}." not in present:
             delattr(model.blocks, str(number))
-    become(model, StagedGPT)
+    add_mixin(model, StagedGPT)
     model.pipeline = pipe  # type: ignore[assignment]
 
 

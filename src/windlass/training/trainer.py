@@ -28,7 +28,12 @@ from windlass.model.modes import scalar
 from windlass.optim.average import Average
 from windlass.optim.schedule import lr_multiplier, set_lr
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import autocast, check_gradients_reduced, counted, sync_gradients
+from windlass.parallel.parallelize import (
+    autocast,
+    check_gradients_reduced,
+    owned_parameters,
+    sync_gradients,
+)
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan
@@ -92,7 +97,7 @@ class Trainer:
         deferred = check_is_deferred(device, self.optimizer, offload)
         self.bad_steps = BadSteps(self.recorder, self.recipe.train, self.scaler, deferred)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.counted = counted(self.model)
+        self.owned_parameters = owned_parameters(self.model)
 
     def run(self) -> None:
         """Train to the last step and write the summary; raises Stopped if a signal ends it."""
@@ -263,12 +268,12 @@ class Trainer:
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale
         collectives.sum_over_tensor_ranks(self.parameters, ranks.mesh)
-        grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks.mesh)
+        grad_norm, zero = collectives.norm_and_sum(self.owned_parameters, loss * 0, ranks.mesh)
         grad_norm = grad_norm if scale is None else grad_norm / scale
         bad = self.bad_steps.observe(loss, grad_norm, zero)
         if self.bad_steps.deferred:  # the device makes no update if it is 1
             self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-        self.saver.settle()
+        self.saver.finish_staging()
         if self.bad_steps.deferred or not bool(bad):
             # The update itself divides the gradients, to clip them and by the loss scale.
             divisor = torch.clamp((grad_norm + 1e-6) / (clip or math.inf), min=1.0)
@@ -302,14 +307,14 @@ class Trainer:
         """Measure the suites, and save the model if it is the best so far; False, with nothing
         written, if a stop interrupted it."""
         step, recorder = self.state.step, self.recorder
-        self.saver.settle()  # an evaluation of averaged weights exchanges them
+        self.saver.finish_staging()  # an evaluation of averaged weights exchanges them
         scores = self.evaluator.measure()
         if scores is None:
             return False
         unsaved = step and self.recipe.checkpoint.keep_best and self.saver.newest != step
         if unsaved and recorder.scores.best_step == step:
             self.saver.save(BEST)
-            self.saver.settle()  # a callback may change what it gets
+            self.saver.finish_staging()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
         return True
 
