@@ -1,7 +1,7 @@
 """A packed row has the loss and the gradients of its documents one by one: for our GPT, for models
 of transformers, and in a whole run. Models that cannot keep documents apart are refused.
 
-`test_data_document_mask.py` has the documents of rows of text.
+`tests/unit/test_data_samples.py` has the documents of rows of text.
 """
 
 import json

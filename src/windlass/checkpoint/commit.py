@@ -40,7 +40,7 @@ from windlass.fileio import PIECE_BYTES, Files, to_json
 PART, FILE = "part-{:05d}.json", "rank-{:05d}.safetensors"
 FAILED = ".failed-"  # begins the name of the directory of a save that rank 0 gave up
 SLOWEST_POLL_SECONDS = 0.25
-RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, logs and the manifest
+RESERVE_BYTES = 16 * 2**20  # left free after a checkpoint, for the ledger, logs and the manifest
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class Save:
 
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    described: Mapping[str, Any]  # by the manifest: meta, aliases and base
+    manifest_fields: Mapping[str, Any]  # meta, aliases and base
     counters: bytes = b"{}"
     file_bytes: Any = b""  # this rank's file in host memory: header length, header, numbers
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class Save:
             world=self.world,
             tensors=dict(sorted(tensors.items())),
             files=files,
-            **self.described,
+            **self.manifest_fields,
         )
 
     def _give_up(self, error: Exception) -> None:

@@ -90,7 +90,7 @@ class Writer:
             deadline=self.deadline,
             step=step,
             save_id=f"{step:08d}-{self.attempt}-{self._started + 1}",
-            described={
+            manifest_fields={
                 "meta": {"reason": PERIODIC, **(meta or {})},
                 "aliases": shard.aliases,
                 "base": self.base,

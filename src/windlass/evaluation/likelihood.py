@@ -26,7 +26,7 @@ from windlass.errors import UserError
 from windlass.evaluation.passes import Passes
 from windlass.model.attention import documents_of
 from windlass.model.loss import SourceSums, takes_sources
-from windlass.model.modes import casting_once, evaluating, scalar
+from windlass.model.modes import casting_once, evaluating, scalar_loss
 from windlass.parallel.collectives import sum_async, sum_over_stages
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -76,7 +76,7 @@ def evaluate_loss(
                 here = rows.to(ranks.device)
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
                 with casting_once(passes.autocast):
-                    total += scalar(model(*here[:2], **sources, **documents_of(here, model)))
+                    total += scalar_loss(model(*here[:2], **sources, **documents_of(here, model)))
                 passes.check()
                 done = min(done + batch * mesh.data_world, end)
                 passes.show(done, ends[-1])

@@ -284,7 +284,7 @@ class GPT(nn.Module):
         return self.head(x, inputs.labels, table, by_source)  # type: ignore[no-any-return]
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The units of sharding beside the blocks; none if the root holds a tied head."""
+        """The units of sharding other than the blocks; none if the root holds a tied head."""
         if self.settings.tie_head:
             return [], []
         # A stage of a pipeline may lack the embedding, the norm or the head.

@@ -119,7 +119,7 @@ class HfModel(nn.Module):
         return hf_network.find_blocks(self.model)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The units of sharding beside the blocks; the root keeps the head, for the loss."""
+        """The units of sharding other than the blocks; the root keeps the head, for the loss."""
         embedding = self.model.get_input_embeddings()
         head = self.model.get_output_embeddings()
         tied = head is None or getattr(head, "weight", None) is embedding.weight

@@ -81,7 +81,7 @@ def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> l
 
 
 def update_scale(shape: Sequence[int]) -> float:
-    """The factor of a matrix's update beside the learning rate; the shape is [outputs, inputs]."""
+    """The factor of a matrix's update besides the learning rate; the shape is [outputs, inputs]."""
     return math.sqrt(max(1.0, shape[0] / shape[1]))
 
 
@@ -197,7 +197,7 @@ def _orthogonalise_shards(batch: list[Matrix], local: list[Tensor], group: Any) 
     of the mesh cuts every matrix, by rows; matrix i is rank i's, modulo its ranks."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
-    sizes = list[list[int]]()  # of each of my matrices: the numbers that each rank holds
+    sizes = list[list[int]]()  # of this rank's matrices: the numbers that each rank holds
     for matrix in mine:
         height, width = matrix.parameter.shape
         sizes.append([len(rows_of_rank(height, world, r)) * width for r in range(world)])

@@ -136,7 +136,7 @@ def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """After the backward pass: add up the gradients of parameters that `tp` does not cut.
+    """Add up the gradients of parameters that `tp` does not cut, after the backward pass.
 
     Its ranks have seen other tokens of the stream, or other heads (norms of queries).
     """

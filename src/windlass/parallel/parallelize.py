@@ -237,7 +237,7 @@ def check_gradients_reduced(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def sync_gradients(model: nn.Module, strategy: Strategy, last: bool) -> Iterator[None]:
-    """Around forward and backward of a micro-batch: reduce gradients after the step's `last` one.
+    """Context of a micro-batch's passes: reduces gradients after the step's `last` one.
 
     If the strategy `reduces_each`, FSDP2 adds to shards before that.
     """
@@ -291,7 +291,7 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
 
 @contextlib.contextmanager
 def varying_shapes() -> Iterator[None]:
-    """Around passes of varying shapes: compiled blocks run eagerly, attention uses no plans."""
+    """Context of passes of varying shapes: compiled blocks run eagerly, attention without plans."""
     # Importing Dynamo takes seconds; if nobody has, nothing is compiled.
     compiler = sys.modules.get("torch._dynamo")
     stance = torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()

@@ -36,7 +36,7 @@ class Saver(Writer):
         scaler: LossScaler,
         average: Average,
         *,
-        meta: dict[str, Any],  # in every checkpoint, beside its reason
+        meta: dict[str, Any],  # in every checkpoint, with its reason
         base: Base | None,  # of weights that no checkpoint has
         checkpoint: Checkpoint | None,  # the state comes from it
         attempt: str,  # the name of this start

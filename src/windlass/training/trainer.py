@@ -24,7 +24,7 @@ from windlass.data.mixture import Mixture
 from windlass.errors import RunFailed, Stopped, UserError, first_line
 from windlass.model.attention import documents_of
 from windlass.model.gpt import seed_generators
-from windlass.model.modes import scalar
+from windlass.model.modes import scalar_loss
 from windlass.optim.average import Average
 from windlass.optim.schedule import lr_multiplier, set_lr
 from windlass.parallel import collectives
@@ -108,14 +108,15 @@ class Trainer:
             elif self.loop():
                 self.finish()
         except BaseException as error:
-            with contextlib.suppress(Exception):  # no collective in here
+            # No collective in here. A callback of the save may fail, too.
+            with contextlib.suppress(Exception):
                 if isinstance(error, Exception):  # a save in progress is good
                     others_live = self.ranks.world == 1 or isinstance(error, UserError)
                     limit = max(FAILING_SAVE_SECONDS, 2 * (self.saver.last_seconds or 0.0))
                     self.saver.finish(None if others_live else limit)
-                if not isinstance(error, Stopped):
-                    phase = self.ranks.status.phase
-                    self.recorder.emit("failed", reason=first_line(error), phase=phase)
+            if not isinstance(error, Stopped):
+                phase = self.ranks.status.phase
+                self.recorder.emit("failed", reason=first_line(error), phase=phase)
             raise
 
     def begin(self) -> None:
@@ -238,7 +239,7 @@ class Trainer:
                     result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
                 if not has_loss:  # hidden states for the next stage
                     return result  # type: ignore[no-any-return]
-                result = scalar(result) / max(1, counts.wait()[0])
+                result = scalar_loss(result) / max(1, counts.wait()[0])
             loss.add_(result.detach())
             return result if scale is None else result * scale
 
