@@ -1,5 +1,4 @@
-"""The ledger `metrics.jsonl`: JSON lines that rank 0 appends, and that `effective` reads as if no kill
-had happened. No torch.
+"""The ledger `metrics.jsonl`: rank 0 appends JSON lines, and readers get each step once. No torch.
 
 A full disk never stops the run: an unwritten line waits in memory. Each line is one `write`, so a
 kill tears at most the last one.

@@ -62,9 +62,7 @@ class Save:
     tensors: dict[str, Any] = field(default_factory=dict)
     """By name `dtype`, `shape` of the whole tensor, `chunks`: file, place in it, offsets, sizes."""
 
-    error: str = (
-        ""  # why it failed; before `run` why `file_bytes` is missing, so that all ranks give up
-    )
+    error: str = ""  # why it failed; set before `run`, it makes all ranks give up
     warning: str = ""  # a problem that did not fail the save
     ended: bool = False
     waited_s: float = 0.0  # the step waited for the save before this one

@@ -76,8 +76,8 @@ class Writer:
     ) -> None:
         """Begin to write this rank's shard; `poll` returns the save when it has ended.
 
-        After `finish_staging` the state may change; a forward pass may come before. `counters` and `meta`
-        are JSON, from rank 0; `scores`: values of `checkpoint.best` by step.
+        After `finish_staging` the state may change; a forward pass may come before. `counters` and
+        `meta` are JSON, from rank 0; `scores`: values of `checkpoint.best` by step.
         """
         called = time.perf_counter()
         self._until_idle(None)

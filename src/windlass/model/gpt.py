@@ -176,7 +176,7 @@ class Head(nn.Module):
         )
 
 
-class PassInputs(NamedTuple):
+class Inputs(NamedTuple):
     tokens: Tensor  # [B, T]
     labels: Tensor | None
     positions: Tensor  # [T], or [B, T] with documents
@@ -229,17 +229,17 @@ class GPT(nn.Module):
 
     def prepare(
         self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
-    ) -> PassInputs:
+    ) -> Inputs:
         """Positions and documents of tokens, before which a cache holds `start` others."""
         stop = start + tokens.shape[1]
         assert stop <= self.context, f"{stop} tokens, context {self.context}"
         if documents is None:
-            return PassInputs(tokens, labels, torch.arange(start, stop, device=tokens.device), None)
+            return Inputs(tokens, labels, torch.arange(start, stop, device=tokens.device), None)
         rate = self.settings.dropout if self.training else 0.0
         within = documents.within(list(self.blocks), rate)
-        return PassInputs(tokens, labels, documents.positions, within(0, stop))
+        return Inputs(tokens, labels, documents.positions, within(0, stop))
 
-    def embed(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
+    def embed(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream [B, T, D] before the first block, and the table of a tied head."""
         m = self.settings
         table = self.embedding.weight if m.tie_head else None
@@ -252,11 +252,11 @@ class GPT(nn.Module):
             x = x + self.positions(inputs.positions)
         return self.drop(x, inputs), table
 
-    def drop(self, x: Tensor, inputs: PassInputs) -> Tensor:
+    def drop(self, x: Tensor, inputs: Inputs) -> Tensor:
         return dropped(x, self.settings.dropout if self.training else 0.0)
 
     def run_blocks(
-        self, x: Tensor, layers: range, inputs: PassInputs, cache: list[LayerCache] | None = None
+        self, x: Tensor, layers: range, inputs: Inputs, cache: list[LayerCache] | None = None
     ) -> Tensor:
         m, rotary = self.settings, None
         seed = torch.initial_seed()
@@ -272,7 +272,7 @@ class GPT(nn.Module):
     def apply_head(
         self,
         x: Tensor,
-        inputs: PassInputs,
+        inputs: Inputs,
         table: Tensor | None,
         cache: list[LayerCache] | None = None,
         by_source: SourceSums | None = None,

@@ -313,7 +313,7 @@ def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel
     return HfModel(model, directory, settings, added)
 
 
-NAME = 'model.kernels = "liger"'
+LIGER = 'model.kernels = "liger"'
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 """Liger's kernels compute these, whatever a configuration names."""
 
@@ -324,14 +324,14 @@ def use_liger(model: HfModel, device: torch.device, stack: ExitStack) -> None:
     Liger also patches the architecture's file: classes are restored at once, functions by `stack`.
     """
     if device.type != "cuda":
-        raise UserError(f'{NAME} needs a GPU: write "torch"')
+        raise UserError(f'{LIGER} needs a GPU: write "torch"')
     from liger_kernel.transformers import monkey_patch as liger
 
     kind, text = model.config.model_type, model.config.get_text_config()
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "")
     if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN or activation not in ACTIVATIONS:
         problem = f"Liger lacks kernels for {kind} with the activation {activation}"
-        raise UserError(f'{NAME}: {problem}; write "torch"')
+        raise UserError(f'{LIGER}: {problem}; write "torch"')
     files = {sys.modules[type(part).__module__] for part in model.model.modules()}
     before = [(file, dict(vars(file))) for file in files]
     liger._apply_liger_kernel_to_instance(

@@ -50,10 +50,10 @@ class SourceSums:
         self,
         losses: Tensor,
         labels: Tensor,
-        part: slice = slice(None),
         shard: VocabShard | None = None,
+        part: Any = slice(None),
     ) -> None:
-        """Add the losses of `part` of the labels, both flat; the ranks of a `shard` add theirs up."""
+        """Add the losses of `part` of the labels, both flat; ranks of a `shard` add theirs up."""
         losses = losses.detach().flatten()
         if shard:
             shard.reduce(losses)
@@ -218,7 +218,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     losses, d = eager_chunk_loss(logits, labels[part], cap, shard, any(wants))
                 loss += losses.sum()
                 if by_source is not None:
-                    by_source.add(losses, labels, part, shard)
+                    by_source.add(losses, labels, shard, part)
                 if d is None:
                     continue
                 d = d.to(dtype)

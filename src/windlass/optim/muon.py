@@ -202,21 +202,19 @@ def _orthogonalise_shards(batch: list[Matrix], local: list[Tensor], group: Any) 
         height, width = matrix.parameter.shape
         sizes.append([len(rows_of_rank(height, world, r)) * width for r in range(world)])
     out = [sum(x.numel() for x in part) for part in owned]
-    into = [sum(of_matrix[r] for of_matrix in sizes) for r in range(world)]
+    into = [sum(row[r] for row in sizes) for r in range(world)]
     sent = torch.cat([x.reshape(-1) for part in owned for x in part])
     flat, back = sent.new_empty(sum(into)), sent.new_empty(sum(out))
     dist.all_to_all_single(flat, sent, into, out, group=group)
     # Every rank's piece of the first matrix, of the second, ...
-    received = (
-        flat.split([of_matrix[r] for r in range(world) for of_matrix in sizes]) if mine else ()
-    )
+    received = flat.split([row[r] for r in range(world) for row in sizes]) if mine else ()
     wholes = [
         torch.cat(received[i :: len(mine)]).view(matrix.parameter.shape)
         for i, matrix in enumerate(mine)
     ]
     new = orthogonalise_all(mine, wholes)
     split = [x.reshape(-1).split(each) for x, each in zip(new, sizes, strict=True)]
-    returned = [of_matrix[r] for r in range(world) for of_matrix in split]
+    returned = [row[r] for r in range(world) for row in split]
     dist.all_to_all_single(back, torch.cat([flat[:0], *returned]), out, into, group=group)
     updates = list(local)
     for r, part in enumerate(back.split(out)):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.model.attention import Documents, Spans, attend, dropout_mask, masked_attention
-from windlass.model.gpt import GPT, Block, PassInputs
+from windlass.model.gpt import GPT, Block, Inputs
 from windlass.model.sharding import Peers
 from windlass.parallel.collectives import Exchange, Gather, gather
 from windlass.recipe.settings import IGNORE_INDEX
@@ -117,7 +117,7 @@ class DividedGPT(GPT):
 
     def prepare(
         self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
-    ) -> PassInputs:
+    ) -> Inputs:
         if not self.training and (labels is None or self.context_ranks is None):
             return super().prepare(tokens, labels, start, documents)
         assert not start, "a cache needs evaluation mode"
@@ -130,7 +130,7 @@ class DividedGPT(GPT):
             labels = part.tokens(labels).masked_fill(part.places >= part.length, IGNORE_INDEX)
         # Learned positions are added to the stream; rotary ones are of attention.
         places = part.stream if self.settings.position == "learned" else part.places
-        return PassInputs(part.tokens(tokens), labels, part.tokens(positions, places), part)
+        return Inputs(part.tokens(tokens), labels, part.tokens(positions, places), part)
 
     def part(
         self,
@@ -167,11 +167,11 @@ class DividedGPT(GPT):
                 masks.append(None)
         return TokenPart(length, places, stream, tensor, context, tuple(masks))
 
-    def drop(self, x: Tensor, inputs: PassInputs) -> Tensor:
+    def drop(self, x: Tensor, inputs: Inputs) -> Tensor:
         rate = self.settings.dropout if self.training else 0.0
         return inputs.spans.drop(x, rate) if rate else x
 
-    def apply_head(self, x: Tensor, inputs: PassInputs, *args: Any) -> Tensor:
+    def apply_head(self, x: Tensor, inputs: Inputs, *args: Any) -> Tensor:
         ranks = self.tensor_ranks if self.training else None
         if inputs.labels is None and ranks is not None:
             x = gather(x, 1, ranks)[:, : inputs.spans.length]  # logits need no gradient

@@ -217,7 +217,7 @@ def replicate(
     return wrapped
 
 
-def check_gradients_reduced(model: nn.Module) -> None:
+def check_reduced(model: nn.Module) -> None:
     """UserError if DDP still waits for a gradient; it would raise only after a wrong update."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return

@@ -28,12 +28,7 @@ from windlass.model.modes import scalar_loss
 from windlass.optim.average import Average
 from windlass.optim.schedule import lr_multiplier, set_lr
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import (
-    autocast,
-    check_gradients_reduced,
-    owned_parameters,
-    sync_gradients,
-)
+from windlass.parallel.parallelize import autocast, check_reduced, owned_parameters, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan
@@ -108,8 +103,7 @@ class Trainer:
             elif self.loop():
                 self.finish()
         except BaseException as error:
-            # No collective in here. A callback of the save may fail, too.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # no collective in here; `on_save` may fail, too
                 if isinstance(error, Exception):  # a save in progress is good
                     others_live = self.ranks.world == 1 or isinstance(error, UserError)
                     limit = max(FAILING_SAVE_SECONDS, 2 * (self.saver.last_seconds or 0.0))
@@ -265,7 +259,7 @@ class Trainer:
 
     def update(self, step: int, loss: torch.Tensor, lr_multiplier: float) -> torch.Tensor:
         """Clip and update, unless the step is bad; returns the gradient norm."""
-        check_gradients_reduced(self.model)
+        check_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale
         collectives.sum_over_tensor_ranks(self.parameters, ranks.mesh)
