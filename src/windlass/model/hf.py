@@ -261,10 +261,8 @@ class HfCache:
         if not self.name:
             tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
             self.tokens = tokens
-        logits: Tensor = self.model(
-            input_ids=tokens, use_cache=bool(self.name), **self.given
-        ).logits
-        return logits[:, -1:]
+        output = self.model(input_ids=tokens, use_cache=bool(self.name), **self.given)
+        return output.logits[:, -1:]  # type: ignore[no-any-return]
 
 
 def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:

@@ -46,13 +46,7 @@ class SourceSums:
     def __init__(self, rows: Tensor, sums: Tensor):
         self.rows, self.sums = rows, sums
 
-    def add(
-        self,
-        losses: Tensor,
-        labels: Tensor,
-        shard: VocabShard | None = None,
-        part: Any = slice(None),
-    ) -> None:
+    def add(self, losses: Tensor, labels: Tensor, shard: VocabShard | None, part: slice) -> None:
         """Add the losses of `part` of the labels, both flat; ranks of a `shard` add theirs up."""
         losses = losses.detach().flatten()
         if shard:
@@ -129,7 +123,7 @@ def cross_entropy_of_logits(
     if by_source is None:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    by_source.add(losses, labels)
+    by_source.add(losses, labels, None, slice(None))
     return losses.sum()
 
 

@@ -102,13 +102,12 @@ class RunDirectory:
 
     def write_settings(self) -> None:
         """Record the settings that a resume has changed; every rank calls it."""
-        path, recipe = self.run.path, self.start.recipe
-        self.ranks.decide(
-            "settings",
-            lambda: choose.record(
-                path, choose.read_lineage(path) or choose.Lineage(), recipe, Files()
-            ),
-        )
+
+        def write() -> None:
+            lineage = choose.read_lineage(self.run.path) or choose.Lineage()
+            choose.record(self.run.path, lineage, self.start.recipe, Files())
+
+        self.ranks.decide("settings", write)
 
 
 def write_start(start: Start, checkpoint: Checkpoint | None, files: Files | None = None) -> None:
