@@ -25,11 +25,11 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 
 class TokenPart(NamedTuple):
-    """The tokens of a pass on this rank, as places in a row of `length`; later ones are padding."""
+    """The tokens of a pass on this rank, as columns of a row of `length`; later ones are padding."""
 
     length: int
-    places: Tensor  # in attention and feed-forward
-    stream: Tensor  # in the residual stream, of which a rank of `tensor` may have a part
+    columns: Tensor  # in attention and feed-forward
+    stream_columns: Tensor  # in the residual stream, of which a rank of `tensor` may have a part
     tensor: Peers | None  # the ranks that divide the heads
     context: Peers | None  # the ranks that divide the tokens
     masks: tuple[Any, ...]
@@ -37,15 +37,15 @@ class TokenPart(NamedTuple):
     If the ranks gather keys there is an early and a late part, else one. (`torch.compile` takes
     causal masks as arguments but does not make them.)"""
 
-    def tokens(self, whole: Tensor, places: Tensor | None = None) -> Tensor:
+    def tokens(self, whole: Tensor, columns: Tensor | None = None) -> Tensor:
         """The columns of a row's tokens or positions [..., T]; padding repeats the last one."""
-        places = self.places if places is None else places
-        return whole[..., places.clamp(max=self.length - 1)]
+        columns = self.columns if columns is None else columns
+        return whole[..., columns.clamp(max=self.length - 1)]
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
         """Dropout of the stream [B, T, D]; the mask is a slice of the one of all tokens."""
         whole = dropout_mask((x.shape[0], self.length, x.shape[2]), rate, x)
-        return x * whole[:, self.stream.clamp(max=self.length - 1)]
+        return x * whole[:, self.stream_columns.clamp(max=self.length - 1)]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
         """Causal attention [B, H, T, E] of this rank's heads and tokens, with dropout at `rate`."""
@@ -127,10 +127,10 @@ class DividedGPT(GPT):
             positions, within = documents.positions, documents.within(list(self.blocks), rate)
         part = self.part(tokens.shape[1], labels is not None, tokens.device, within)
         if labels is not None:
-            labels = part.tokens(labels).masked_fill(part.places >= part.length, IGNORE_INDEX)
+            labels = part.tokens(labels).masked_fill(part.columns >= part.length, IGNORE_INDEX)
         # Learned positions are added to the stream; rotary ones are of attention.
-        places = part.stream if self.settings.position == "learned" else part.places
-        return Inputs(part.tokens(tokens), labels, part.tokens(positions, places), part)
+        columns = part.stream_columns if self.settings.position == "learned" else part.columns
+        return Inputs(part.tokens(tokens), labels, part.tokens(positions, columns), part)
 
     def part(
         self,
@@ -152,8 +152,8 @@ class DividedGPT(GPT):
         multiple = streams // math.gcd(streams, len(mine))  # `streams` divides a rank's tokens
         each = -(-length // (parts * multiple)) * multiple
         every = torch.arange(parts * each, device=device)
-        places = torch.cat([every[i * each : (i + 1) * each] for i in mine])
-        stream = places.view(streams, -1)[tensor.rank] if tensor and streams > 1 else places
+        columns = torch.cat([every[i * each : (i + 1) * each] for i in mine])
+        stream = columns.view(streams, -1)[tensor.rank] if tensor and streams > 1 else columns
         masks: list[Any] = []
         for i in mine:
             first, stop = (0, parts * each) if len(mine) == 1 else (i * each, (i + 1) * each)
@@ -165,7 +165,7 @@ class DividedGPT(GPT):
                 masks.append(causal_lower_right(each, stop))
             else:
                 masks.append(None)
-        return TokenPart(length, places, stream, tensor, context, tuple(masks))
+        return TokenPart(length, columns, stream, tensor, context, tuple(masks))
 
     def drop(self, x: Tensor, inputs: Inputs) -> Tensor:
         rate = self.settings.dropout if self.training else 0.0

@@ -169,7 +169,7 @@ class Pipeline:
     def shape(self, model: GPT, tokens: Tensor, has_labels: bool = True) -> tuple[int, int, int]:
         rows, length = tokens.shape
         if isinstance(model, DividedGPT):
-            length = len(model.part(length, has_labels, torch.device("cpu")).stream)
+            length = len(model.part(length, has_labels, torch.device("cpu")).stream_columns)
         return rows, length, self.width
 
     def sum_gradients(self, model: StagedGPT) -> None:

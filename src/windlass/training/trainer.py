@@ -215,8 +215,8 @@ class Trainer:
         scale = self.scaler.scale
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
-        own = [batch.valid_tokens, batch.real_tokens, positions]
-        counts = collectives.count_async(own, ranks.mesh)
+        local_counts = [batch.valid_tokens, batch.real_tokens, positions]
+        counts = collectives.count_async(local_counts, ranks.mesh)
         dtype = torch.float64 if self.recipe.train.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
