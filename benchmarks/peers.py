@@ -40,8 +40,9 @@ import numpy as np
 import psutil
 
 from windlass.cli import SPIN
+from windlass.ledger import timestamp
 from windlass.processes import WINDLASS, usable_cores
-from windlass.run import Run, timestamp
+from windlass.run import Run
 
 TOP = Path(__file__).resolve().parent.parent
 DRIVERS = TOP / "benchmarks" / "peers"

@@ -56,7 +56,7 @@ class Bench:
         self.optimizer.zero_grad()
         (self.model(self.tokens, self.tokens) / self.tokens.numel()).backward()
         for writer in self.writers.values():
-            writer.settle()
+            writer.finish_staging()
         self.optimizer.step()
 
     def clock(self) -> float:

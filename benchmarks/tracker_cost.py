@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
+from windlass.ledger import Ledger
 from windlass.recipe import Recipe
-from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import Trackers
 
 ALL = ["tensorboard", "mlflow", "wandb"]

@@ -11,7 +11,7 @@ from windlass.data.loader import MicroBatch, StepBatch
 from windlass.model.sharding import unwrap
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer
-from windlass.parallel.parallelize import counted, resolve_precision
+from windlass.parallel.parallelize import owned_parameters, resolve_precision
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.telemetry.timing import StepTimer
@@ -46,9 +46,9 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
             ranks.mesh.replicas,
             ranks.strategy.shards_optimizer,
         ),
-        "counted": counted(model),
+        "owned_parameters": owned_parameters(model),
         "parameters": [p for p in model.parameters() if p.requires_grad],
-        "saver": SimpleNamespace(settle=lambda: None),  # nothing is being saved
+        "saver": SimpleNamespace(finish_staging=lambda: None),  # nothing is being saved
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }
     parts["average"] = Average(unwrap(model), recipe.train.average)

@@ -19,7 +19,7 @@ from typing import Any
 
 from windlass.launch.schedulers import host_name
 
-WATCH_DIR = "WINDLASS_WATCH_DIR"  # directory of `RankStatus` files; unset without our launcher
+WATCH_DIR = "WINDLASS_WATCH_DIR"  # of the ranks' status files; unset without our launcher
 PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher or a sweep
 QUIET_END = "WINDLASS_QUIET_END"  # set if another process shows the end of this run
 # Rank 0 gets a socket that listens on MASTER_PORT already, so nobody else can take the port.

@@ -1,90 +1,24 @@
-"""A run directory and its effective ledger, read without torch."""
+"""A run directory, read without torch."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError, require
 from windlass.fileio import lock_held, read_json
+from windlass.ledger import ENDINGS, PLACE, STARTS, Line, effective, read_lines
 from windlass.recipe import Recipe
 from windlass.recipe.layers import RECIPE, recorded
-
-Line = dict[str, Any]
-"""A line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and further fields."""
 
 ALIVE_SECONDS = 60.0  # a run with a younger heartbeat is running, if its lock cannot tell
 LOCK = ".lock"  # the training process holds it from its start to its end
 OCCUPIED = "another process trains in"  # the start of the error about a locked directory
-PLACE = ("kind", "step", "time", "attempt", "suite", "epoch", "samples_trained")
-"""Fields that say where in the run a line belongs."""
-STARTS = ("started", "resumed", "branched")
-ENDINGS = ("finished", "stopped", "preempted", "failed")
-
-
-def decode(line: Line) -> Line:
-    """A line with floats for the words NaN, Infinity and -Infinity, because JSON lacks these."""
-    if line.get("kind") in ("event", "sample"):  # lines of text
-        return line
-    words = ("NaN", "Infinity", "-Infinity")
-    return {key: float(value) if value in words else value for key, value in line.items()}
-
-
-def timestamp(line: Line) -> float:
-    """When a line was written, in seconds since 1970."""
-    return datetime.fromisoformat(line["time"]).timestamp()
-
-
-def read_lines(path: Path) -> Iterator[Line]:
-    """All whole lines of a ledger, decoded; none without the file."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for line in text.split("\n"):
-        with contextlib.suppress(ValueError):
-            x = json.loads(line)
-            if isinstance(x, dict) and "kind" in x and isinstance(x.get("step"), int):
-                yield decode(x)
-
-
-def effective(lines: Iterable[Line]) -> list[Line]:
-    """The ledger as if no kill had happened, in the order of the steps.
-
-    An attempt that starts at step *s* does the steps after *s* again, so it replaces their lines.
-    If one step has two lines of the same kind, suite and index, the last one counts. Events of
-    starting and ending stay.
-    """
-    valid, attempt = list[Line](), 0
-    for line in lines:
-        number = int(line.get("attempt", attempt))
-        if number > attempt or (line["kind"] == "event" and line.get("event") == "resumed"):
-            attempt = number
-            valid = [x for x in valid if x["step"] <= line["step"] or _is_restart(x)]
-        valid.append(line)
-    last: dict[tuple[Any, ...], int] = {}
-    for index, line in enumerate(valid):
-        identity = (line["kind"], line["step"], *map(line.get, ("suite", "event", "index")))
-        last[(*identity, index) if _is_restart(line) else identity] = index
-    return [valid[i] for i in sorted(last.values(), key=lambda i: (valid[i]["step"], i))]
-
-
-def last_start(ledger: Iterable[Line]) -> Line:
-    """The event of the last start by attempt, with the fields of earlier starts that it lacks."""
-    starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in STARTS]
-    merged: Line = {}
-    for line in sorted(starts, key=lambda line: int(line.get("attempt", 0))):
-        merged |= line
-    return merged
-
-
-def _is_restart(line: Line) -> bool:
-    # a start, an end, or another event that a later attempt does not repeat
-    return line["kind"] == "event" and line.get("event") != "checkpoint"
 
 
 @dataclass(init=False, unsafe_hash=True)
@@ -206,7 +140,7 @@ class Run:
 
     def state_by(self, lines: Iterable[Line]) -> str:
         """The state by the raw lines of the ledger."""
-        events = [str(line["event"]) for line in lines if _is_restart(line)]
+        events = [str(line["event"]) for line in lines if line["kind"] == "event"]
         last = next((x for x in reversed(events) if x in (*ENDINGS, *STARTS)), "started")
         if last in ENDINGS:
             return last

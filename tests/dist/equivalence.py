@@ -127,7 +127,7 @@ def train(ranks, recipe, trainer, steps=range(STEPS), divisor: float = 1.0):
         micro_batches = dataclasses.replace(micro_batches, valid_tokens=valid)
         multiplier = lr_multiplier(recipe.optim.schedule, horizon, number)
         result = trainer.step(micro_batches, multiplier)
-        losses.append(float(collectives.sum_over_ranks(result.loss, ranks)))
+        losses.append(float(collectives.sum_over_ranks(result.loss, ranks.mesh)))
         norms.append(float(result.grad_norm))
     loader.close()
     return losses, norms

@@ -48,7 +48,7 @@ def recipe(**overrides: Any) -> Recipe:
 
 def grad_norm(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> torch.Tensor:
     """The 2-norm of the whole gradient."""
-    return norm_and_sum(parameters, torch.zeros(()), ranks)[0]
+    return norm_and_sum(parameters, torch.zeros(()), ranks.mesh)[0]
 
 
 def tcp_store(env: DistEnv, listening: socket.socket) -> dist.TCPStore:

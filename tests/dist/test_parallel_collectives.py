@@ -38,16 +38,16 @@ def ones_on(rank: int) -> torch.nn.Parameter:
 
 def exchange(join: Join) -> dict[str, Any]:
     with join(recipe()) as ranks:
-        first = sum_async([2**53 + ranks.rank, 1], ranks)
-        second = sum_async([0.1 * (ranks.rank + 1)], ranks)
-        flags = max_async([ranks.rank == 1, ranks.rank], ranks)
+        first = sum_async([2**53 + ranks.rank, 1], ranks.mesh)
+        second = sum_async([0.1 * (ranks.rank + 1)], ranks.mesh)
+        flags = max_async([ranks.rank == 1, ranks.rank], ranks.mesh)
         return {
             "ints": first.wait(),
             "again": first.wait(),
             "floats": second.wait(),
-            "tensor": sum_over_ranks(torch.full((2,), 1.5, dtype=torch.float64), ranks),
+            "tensor": sum_over_ranks(torch.full((2,), 1.5, dtype=torch.float64), ranks.mesh),
             "flags": flags.wait(),
-            "norm": norm_and_sum([ones_on(ranks.rank)], torch.tensor(ranks.rank), ranks),
+            "norm": norm_and_sum([ones_on(ranks.rank)], torch.tensor(ranks.rank), ranks.mesh),
             "gathered": [ranks.all_gather_object("x", n * ranks.rank) for n in (1, 10)],
             "broadcast": [ranks.broadcast_object("y", {"from": [n, ranks.rank]}) for n in (1, 2)],
         }

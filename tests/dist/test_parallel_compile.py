@@ -24,7 +24,7 @@ from windlass.evaluation.suites import Suites
 from windlass.model.attention import Documents
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.model.loss import loss_tail
+from windlass.model.loss import chunk_loss
 from windlass.model.sharding import unwrap
 from windlass.model.size import CHUNK_BYTES
 from windlass.parallel.env import DistEnv
@@ -57,7 +57,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     # One chunk for all rows here; of a quarter of it the loss is not compiled.
     monkeypatch.setitem(CHUNK_BYTES, "cpu", 64 * VOCAB * 4)
     real = torch.compile
-    backend = {loss_tail: tails}
+    backend = {chunk_loss: tails}
     monkeypatch.setattr(
         torch, "compile", lambda f, **k: real(f, backend=backend.get(f, graphs), **k)
     )

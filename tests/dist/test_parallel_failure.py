@@ -107,7 +107,7 @@ def test_an_exception_ends_the_others_with_its_rank_step_and_phase(tmp_path: Pat
         ranks.mark(12, "backward")
         if ranks.rank == culprit:
             raise ValueError("a shape is wrong")
-        sum_async([1], ranks).wait()
+        sum_async([1], ranks.mesh).wait()
 
     ended = end(fn, 3, tmp_path)
     assert [e.code for e in ended] == [1, 1, 1]

@@ -15,7 +15,7 @@ from windlass.errors import UserError, needs
 from windlass.model.build import build_model
 from windlass.model.sharding import unwrap
 from windlass.model.size import stage_layers
-from windlass.parallel.parallelize import counted, parallelize
+from windlass.parallel.parallelize import owned_parameters, parallelize
 from windlass.parallel.pipeline import (
     Task,
     timetable,
@@ -30,7 +30,7 @@ def norm_of_one_stage(join, recipe):
     with join(recipe) as ranks:
         model, trainer = built(ranks, recipe)
         names = dict(unwrap(model).named_parameters())
-        own = len(counted(model)), len(names)
+        own = len(owned_parameters(model)), len(names)
         batch = next(Loader(rows(), recipe.batch(2), 0, seed=1, kind="sequential"))
         grads = {}
         trainer.optimizer.step = lambda: grads.update(

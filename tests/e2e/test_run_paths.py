@@ -9,8 +9,9 @@ from forked import forking
 from helpers import refused, tiny_recipe, write_corpus
 from windlass import evaluate, plan, sweep, train
 from windlass.checkpoint.listing import list_checkpoints
+from windlass.ledger import read_lines
 from windlass.recipe import Recipe
-from windlass.run import Run, read_lines
+from windlass.run import Run
 from windlass.study.study import Study
 
 FLAT = {"optim__schedule__kind": "constant", "checkpoint__every": 4}

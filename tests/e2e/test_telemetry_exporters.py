@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from helpers import start, wait_for
+from windlass.ledger import Ledger, read_lines
 from windlass.recipe import Recipe
-from windlass.run import Run, read_lines
+from windlass.run import Run
 from windlass.telemetry.exporter import point, stream
-from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import Trackers, track
 
 pytestmark = pytest.mark.filterwarnings(

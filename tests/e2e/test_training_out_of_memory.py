@@ -14,10 +14,11 @@ from helpers import each_step, refused
 from windlass import train
 from windlass.data.open import open_data
 from windlass.errors import OutOfMemory, RunFailed
+from windlass.ledger import STARTS
 from windlass.model.build import build_model
 from windlass.model.gpt import GPT, Block, initialise
 from windlass.optim import build
-from windlass.run import STARTS, Run
+from windlass.run import Run
 
 
 def sizes(run: Run, *events: str) -> list[int]:

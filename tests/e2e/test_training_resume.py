@@ -21,9 +21,10 @@ from small_runs import (
 from forked import launch
 from helpers import command, refused
 from windlass import train
+from windlass.ledger import STARTS, last_start, read_lines
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe.strategies import NO_LAYOUT
-from windlass.run import STARTS, Run, last_start, read_lines
+from windlass.run import Run
 
 __all__ = ["corpus"]
 

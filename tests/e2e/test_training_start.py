@@ -24,12 +24,13 @@ from windlass.data.loader import Loader
 from windlass.data.open import open_data
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
+from windlass.ledger import read_lines
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import RunView
-from windlass.run import Run, read_lines
+from windlass.run import Run
 from windlass.training import directory, rank
 from windlass.training.start import is_restart, job_id, resolve_start
 

@@ -79,9 +79,9 @@ def cut(name: str, peers: Peers) -> Cut | None:
             starts = (part * rows // 3 + peers.rank * each for part in range(3))
             return Cut(0, rows, tuple(range(start, start + each) for start in starts), peers)
         case "c", (_, columns):
-            return Cut(1, columns, (peers.piece(columns),), peers)
+            return Cut(1, columns, (peers.own_range(columns),), peers)
         case "d", (rows, _):
-            return Cut(0, rows, (peers.piece(rows),), peers)
+            return Cut(0, rows, (peers.own_range(rows),), peers)
     return None
 
 

@@ -22,9 +22,8 @@ import pytest
 
 from helpers import wait_for
 from windlass.fileio import locked
+from windlass.ledger import Ledger, read_lines
 from windlass.recipe import Recipe
-from windlass.run import read_lines
-from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import Trackers
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 
 from windlass.cli import runs as verb
 from windlass.errors import UserError
+from windlass.ledger import Ledger
 from windlass.recipe import Recipe
 from windlass.reports.overview import overview
 from windlass.run import Run
 from windlass.study.study import Study
-from windlass.telemetry.ledger import Ledger
 
 
 def make(path, steps, last, event=None, evals=()):

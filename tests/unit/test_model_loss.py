@@ -14,9 +14,9 @@ from windlass.model.hf import wrap
 from windlass.model.loss import (
     SourceSums,
     TiedLookup,
+    chunk_loss,
     cross_entropy_sum,
     head_logits,
-    loss_tail,
 )
 from windlass.model.size import CHUNK_BYTES
 from windlass.recipe.network import ModelSettings
@@ -68,26 +68,26 @@ def compare_gradients(one: Tensor, other: Tensor, inputs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("tail", [None, loss_tail])
+@pytest.mark.parametrize("tail", [None, chunk_loss])
 @pytest.mark.parametrize("chunk", [0, 1, 5, 37, 1000])
 def test_value_and_gradients_in_float64(chunk: int, tail: Any, biased: bool, cap: float) -> None:
     x, weight, bias, labels = problem()
     expected = by_hand(x, weight, bias if biased else None, labels, cap)
-    how = {"cap": cap, "chunk": chunk, "tail": tail}
+    how = {"cap": cap, "chunk": chunk, "compiled": tail}
     loss = cross_entropy_sum(x, weight, labels, bias if biased else None, **how)
     assert loss.dtype == torch.float64
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
     compare_gradients(loss / 7, expected / 7, [x, weight, *([bias] if biased else [])])
 
 
-@pytest.mark.parametrize(("chunk", "tail"), [(0, None), (8, None), (8, loss_tail)])
+@pytest.mark.parametrize(("chunk", "tail"), [(0, None), (8, None), (8, chunk_loss)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_float32_and_gradients_have_their_tensors_dtype(chunk, tail, dtype):
     x, weight, bias, labels = problem(torch.float32)
     expected = by_hand(x, weight, bias, labels)
     with torch.autocast("cpu", dtype):
         assert head_logits(x, weight, bias).dtype == dtype
-        loss = cross_entropy_sum(x, weight, labels, bias, chunk=chunk, tail=tail)
+        loss = cross_entropy_sum(x, weight, labels, bias, chunk=chunk, compiled=tail)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=3e-2, atol=0)
     grads = torch.autograd.grad(loss, [x, weight, bias])
@@ -96,7 +96,7 @@ def test_sums_are_float32_and_gradients_have_their_tensors_dtype(chunk, tail, dt
         torch.testing.assert_close(a, b, rtol=0, atol=0.05 * float(b.abs().max()))
     # As under FSDP2's mixed precision: the parameters are low, and the stream may still be float32.
     half = weight.detach().to(dtype).requires_grad_()
-    loss = cross_entropy_sum(x, half, labels, chunk=chunk, tail=tail)
+    loss = cross_entropy_sum(x, half, labels, chunk=chunk, compiled=tail)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, by_hand(x, weight, None, labels), rtol=3e-2, atol=0)
     assert [g.dtype for g in torch.autograd.grad(loss, [x, half])] == [torch.float32, dtype]
@@ -139,14 +139,14 @@ def test_logits_are_held_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
             cross_entropy_sum(x[:tokens], weight, labels[:tokens], **how).backward()
         return [shape[0] for name, shape in results.seen if name == "mm" and shape[1] == V]
 
-    rows = rows_of_logits(N, tail=loss_tail)  # in their own precision
+    rows = rows_of_logits(N, compiled=chunk_loss)  # in their own precision
     assert len(rows) == 8 and max(rows) <= 5
     rows = rows_of_logits(N)  # even chunks
     assert len(rows) == 4 and max(rows) <= 10 and max(rows) - min(rows) <= 4
     assert rows_of_logits(9) == [9]
 
 
-@pytest.mark.parametrize(("chunk", "tail"), [(0, None), (5, None), (36, None), (5, loss_tail)])
+@pytest.mark.parametrize(("chunk", "tail"), [(0, None), (5, None), (36, None), (5, chunk_loss)])
 def test_the_loss_by_source_is_that_of_its_rows(chunk, tail):
     """Rows [4, 9] of three sources, one of which has no row."""
     x, weight, bias, labels = problem()
@@ -154,7 +154,9 @@ def test_the_loss_by_source_is_that_of_its_rows(chunk, tail):
     x, labels = x[:36].detach().requires_grad_().view(4, 9, D), labels[:36].view(4, 9)
     own = {"by_source": SourceSums(rows, sums)}
     for _ in range(2):  # the sums grow
-        total = cross_entropy_sum(x, weight, labels, bias, cap=3.0, chunk=chunk, tail=tail, **own)
+        total = cross_entropy_sum(
+            x, weight, labels, bias, cap=3.0, chunk=chunk, compiled=tail, **own
+        )
     expected = [by_hand(x[rows == i], weight, bias, labels[rows == i], 3.0) for i in (0, 2)]
     counts = [float((labels[rows == i] >= 0).sum()) for i in (0, 2)]
     torch.testing.assert_close(sums[1], torch.zeros(2, dtype=torch.float64))
@@ -171,10 +173,10 @@ def test_ranks_with_parts_of_other_sizes_reduce_as_often(monkeypatch: pytest.Mon
     counts = []
     for rows in (80, 81):
         calls: list[int] = []
-        piece: Any = SimpleNamespace(first=0, most=81, enter=lambda x: x)
-        piece.reduce = lambda tensor, op=None, calls=calls: calls.append(tensor.numel())
+        shard: Any = SimpleNamespace(first=0, most=81, gather_input=lambda x: x)
+        shard.reduce = lambda tensor, op=None, calls=calls: calls.append(tensor.numel())
         labels = torch.arange(100) % rows
-        cross_entropy_sum(torch.ones(100, 8), torch.ones(rows, 8), labels, piece=piece)
+        cross_entropy_sum(torch.ones(100, 8), torch.ones(rows, 8), labels, shard=shard)
         counts.append(calls)
     assert counts[0] == counts[1] and len(counts[0]) > 3
 

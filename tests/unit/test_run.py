@@ -5,8 +5,9 @@ import time
 import pytest
 
 from helpers import curve, refused
+from windlass.ledger import effective, last_start
 from windlass.recipe import Recipe
-from windlass.run import ALIVE_SECONDS, Run, effective, last_start
+from windlass.run import ALIVE_SECONDS, Run
 
 
 def line(kind, step, attempt=0, **fields):

@@ -6,10 +6,11 @@ import pytest
 from report_fixtures import edit
 from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, worlds
 
+from windlass.ledger import timestamp
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.reports.study import scaling_charts
-from windlass.run import Run, timestamp
+from windlass.run import Run
 from windlass.study.grid import NODES, WORLD
 from windlass.study.setups import read_setups, windows
 from windlass.study.study import Scaling

@@ -16,9 +16,9 @@ from report_fixtures import build_run
 
 from helpers import write_corpus, write_ledger
 from windlass import Recipe, Study, UserError, plan, report, train
+from windlass.ledger import last_start
 from windlass.model.size import count
 from windlass.reports.law import compute_chart, residuals
-from windlass.run import last_start
 from windlass.study.ladder import assignments, create_ladder, join, open_ladder, shape_of
 from windlass.study.law import FORMS, Law, Observation, effective_tokens, fit_law
 from windlass.study.results import BITS

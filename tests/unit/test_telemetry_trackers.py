@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from helpers import refused, windlass, write_ledger
+from windlass.ledger import Ledger
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.backends import WandB
 from windlass.telemetry.exporter import Follower, point
-from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.trackers import track
 
 TIME = "2026-01-01T00:00:00.000Z"

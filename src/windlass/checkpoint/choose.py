@@ -131,7 +131,7 @@ def candidates(
     - `latest`: the run's current lineage, newest commit first, then the one that the lineage
       started from; with `up_to`, only up to this step.
     - `best`: by their scores of `measure` (by default `checkpoint.best`) in the ledger.
-    - a step: its checkpoint alone; UserError if it does not exist.
+    - a step: only its checkpoint; UserError if it does not exist.
     """
     run = Run(run_dir)
     entries = checkpoints_in(run.checkpoints_dir)

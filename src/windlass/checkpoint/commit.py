@@ -40,7 +40,7 @@ from windlass.fileio import PIECE_BYTES, Files, to_json
 PART, FILE = "part-{:05d}.json", "rank-{:05d}.safetensors"
 FAILED = ".failed-"  # begins the name of the directory of a save that rank 0 gave up
 SLOWEST_POLL_SECONDS = 0.25
-RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, logs and the manifest
+RESERVE_BYTES = 16 * 2**20  # left free after a checkpoint, for the ledger, logs and the manifest
 
 
 @dataclass(kw_only=True)
@@ -56,13 +56,13 @@ class Save:
 
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    about: Mapping[str, Any]  # of the manifest: meta, aliases and base
+    manifest_fields: Mapping[str, Any]  # meta, aliases and base
     counters: bytes = b"{}"
-    image: Any = b""  # this rank's file in host memory: header length, header, numbers
+    file_bytes: Any = b""  # this rank's file in host memory: header length, header, numbers
     tensors: dict[str, Any] = field(default_factory=dict)
     """By name `dtype`, `shape` of the whole tensor, `chunks`: file, place in it, offsets, sizes."""
 
-    error: str = ""  # why it failed; before `run` why `image` is missing, so that all ranks give up
+    error: str = ""  # why it failed; set before `run`, it makes all ranks give up
     warning: str = ""  # a problem that did not fail the save
     ended: bool = False
     waited_s: float = 0.0  # the step waited for the save before this one
@@ -104,7 +104,7 @@ class Save:
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
         if self.rank == 0:
-            size = len(self.image) * self.world  # the ranks write about as much as each other
+            size = len(self.file_bytes) * self.world  # the ranks write about as much as each other
             if (free := shutil.disk_usage(self.directory).free) < size + RESERVE_BYTES:
                 needs = f"{decimal(size)} and a reserve of {decimal(RESERVE_BYTES)}"
                 raise OSError(f"{self.path.name} needs {needs}; the disk has {decimal(free)} free")
@@ -113,7 +113,7 @@ class Save:
         part = {"host": socket.gethostname(), "files": {}, "tensors": self.tensors}
         if self.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
-            data = self.image
+            data = self.file_bytes
             with files.create(self.temporary / name) as output:
                 for at in range(0, len(data), PIECE_BYTES):
                     digest.update(data[at : at + PIECE_BYTES])
@@ -194,7 +194,7 @@ class Save:
             world=self.world,
             tensors=dict(sorted(tensors.items())),
             files=files,
-            **self.about,
+            **self.manifest_fields,
         )
 
     def _give_up(self, error: Exception) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 from windlass.checkpoint.choose import retain
 from windlass.checkpoint.format import checkpoints_in
 from windlass.errors import UserError
+from windlass.ledger import last_start
 from windlass.recipe import Horizon
 from windlass.recipe.settings import LOSS_SUITE
-from windlass.run import Run, last_start
+from windlass.run import Run
 from windlass.telemetry.summary import scores_by_step
 
 

@@ -1,4 +1,4 @@
-"""The saves of one rank: the state is copied to the host while the next step computes, and a thread
+"""The saves of one rank: it copies the state to the host while the next step computes, and a thread
 writes the copy (see `commit.py`)."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from windlass.recipe.settings import CheckpointSettings
 from windlass.telemetry.summary import Scores
 
 POLL_SECONDS = 0.1
-# Of the writer, so that it takes the time that computing threads leave. More would let a program
-# that uses every core hold it up for a second while it holds Python's lock.
+# The writer takes the time that computing threads leave. With more niceness, a program that uses
+# every core could hold it up for a second while it holds Python's lock.
 NICENESS = 10
 
 
@@ -76,8 +76,8 @@ class Writer:
     ) -> None:
         """Begin to write this rank's shard; `poll` returns the save when it has ended.
 
-        After `settle` the state may change; a forward pass may come before. `counters` and `meta`
-        are JSON, from rank 0; `scores`: values of `checkpoint.best` by step.
+        After `finish_staging` the state may change; a forward pass may come before. `counters` and
+        `meta` are JSON, from rank 0; `scores`: values of `checkpoint.best` by step.
         """
         called = time.perf_counter()
         self._until_idle(None)
@@ -90,7 +90,7 @@ class Writer:
             deadline=self.deadline,
             step=step,
             save_id=f"{step:08d}-{self.attempt}-{self._started + 1}",
-            about={
+            manifest_fields={
                 "meta": {"reason": PERIODIC, **(meta or {})},
                 "aliases": shard.aliases,
                 "base": self.base,
@@ -126,8 +126,8 @@ class Writer:
         file, device = FILE.format(self.rank), shard.device
         self._copied = None
         self._allocate(size, device)
-        save.image = memoryview(self._host.numpy())[:size]
-        save.image[: len(header)] = header
+        save.file_bytes = memoryview(self._host.numpy())[:size]
+        save.file_bytes[: len(header)] = header
         with contextlib.ExitStack() as copying:
             if device is not None:  # another stream copies, after all that was launched so far
                 self._stream = self._stream or torch.cuda.Stream(device)
@@ -137,14 +137,14 @@ class Writer:
                 source = box.tensor.detach()
                 target = self._host[at : at + source.nbytes].view(source.dtype).view(source.shape)
                 target.copy_(source, non_blocking=True)
-                about = {"dtype": TYPE_NAMES[source.dtype], "shape": list(box.shape), "chunks": []}
-                chunks = save.tensors.setdefault(box.name, about)["chunks"]
+                info = {"dtype": TYPE_NAMES[source.dtype], "shape": list(box.shape), "chunks": []}
+                chunks = save.tensors.setdefault(box.name, info)["chunks"]
                 chunks.append([file, at, list(box.offsets), list(source.shape)])
             if device is not None and self._stream:
                 self._copied = self._stream.record_event()
 
-    def settle(self) -> None:
-        """Called before the state changes: the stream of this thread waits for the copy."""
+    def finish_staging(self) -> None:
+        """Have this thread's stream wait for the copy, before the state changes."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
@@ -194,9 +194,8 @@ class Writer:
     ) -> None:
         """Write, commit and clean up; any error becomes the save's."""
         began = time.perf_counter()
-        if (
-            self.settings.background and sys.platform == "linux"
-        ):  # elsewhere it is the whole process's
+        # Elsewhere than on Linux the niceness is the whole process's.
+        if self.settings.background and sys.platform == "linux":
             with contextlib.suppress(OSError):  # a sandbox may forbid it
                 os.nice(NICENESS)
         try:
@@ -214,7 +213,7 @@ class Writer:
                     save.warning = f"old checkpoints could not be removed: {explain(problem)}"
         except Exception as problem:
             save.error = explain(problem)
-        save.image = b""  # the next save reuses its memory
+        save.file_bytes = b""  # the next save reuses its memory
         save.write_s = time.perf_counter() - began
         if not save.error:
             self.last_seconds = save.write_s + save.staged_s

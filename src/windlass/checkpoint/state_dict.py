@@ -96,9 +96,10 @@ def restore(
     if base := checkpoint.manifest.base:
         targets = {name: t for name, t in targets.items() if name not in base.weights}
     saved, problems = set(checkpoint.names(MODEL)), list[str]()
+    present = saved | checkpoint.manifest.aliases.keys()
     for name, tensor in targets.items():
         short = name.removeprefix(MODEL)
-        if name not in saved | checkpoint.manifest.aliases.keys():
+        if name not in present:
             problems.append(f"{short} is missing")
             continue
         shape, dtype = checkpoint.info(name).shape, checkpoint.dtype(name)

@@ -76,7 +76,7 @@ OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
 
 def print_json(value: Any, indent: int | None = 1) -> None:
     """Print valid JSON, with strings ("NaN", "-Infinity") for numbers that are not finite."""
-    from windlass.telemetry.ledger import plain
+    from windlass.ledger import plain
 
     typer.echo(json.dumps(plain(value), indent=indent, allow_nan=False, default=str))
 

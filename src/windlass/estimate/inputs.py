@@ -25,9 +25,10 @@ from windlass.estimate.memory import Network, memory
 from windlass.estimate.rank import Layout, checkpoint_bytes, layout_of
 from windlass.estimate.step import Links, Speeds, published_speeds
 from windlass.hub import missing_package
+from windlass.ledger import Line, last_start
 from windlass.model.size import CountedSizes, count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.run import Line, Run, last_start
+from windlass.run import Run
 
 PER_HOST = 8  # assumed GPUs of a host
 NETWORK = 25e9  # assumed bytes a second between hosts for each GPU: an adapter of 200 Gbit/s

@@ -37,10 +37,11 @@ from windlass.estimate.layouts import (
 from windlass.estimate.memory import memory
 from windlass.estimate.step import constants, slowest
 from windlass.estimate.text import print_plan
+from windlass.ledger import Line, last_start
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.schedule import check_fits
 from windlass.recipe import Changes, Recipe, as_recipe
-from windlass.run import Line, Run, last_start
+from windlass.run import Run
 
 NARROWEST = 768  # the smallest width of a published run
 

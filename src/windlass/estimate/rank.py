@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from windlass.ledger import Line
 from windlass.model.size import (
     MASTER_BYTES,
     CountedSizes,
@@ -17,7 +18,6 @@ from windlass.model.size import (
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES, Strategy
-from windlass.run import Line
 
 COMPILED_STEPS = 1000  # in a shorter run, compiling may take more time (a minute) than it saves
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}

@@ -25,6 +25,7 @@ from windlass.evaluation.passes import Passes
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.suites import Suites, SuiteScores, step_name, write_predictions
 from windlass.fileio import make_dir, read_json, write_atomic
+from windlass.ledger import plain
 from windlass.model.sharding import unwrap
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision
@@ -33,7 +34,6 @@ from windlass.recipe import Changes, Recipe, dotted
 from windlass.recipe.settings import LOSS_SUITE, SUITE
 from windlass.recipe.units import samples_per_pass
 from windlass.run import Run
-from windlass.telemetry.ledger import plain
 
 
 @dataclass(frozen=True)

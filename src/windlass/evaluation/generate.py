@@ -158,7 +158,7 @@ def generate_events(
             # Sharded parameters are gathered in every pass, so a rank without work takes part with
             # one token until no rank has work left.
             flags = [group is not None, passes.poll is not None and passes.poll()]
-            active, stops = max_async(flags, ranks).wait()
+            active, stops = max_async(flags, ranks.mesh).wait()
             if stops:
                 raise Interrupted
             if not active:

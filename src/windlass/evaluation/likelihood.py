@@ -20,7 +20,7 @@ from windlass.errors import UserError
 from windlass.evaluation.passes import Passes
 from windlass.model.attention import documents_of
 from windlass.model.loss import SourceSums, takes_sources
-from windlass.model.modes import casting_once, evaluating, scalar
+from windlass.model.modes import casting_once, evaluating, scalar_loss
 from windlass.parallel.collectives import sum_async, sum_over_stages
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -69,14 +69,14 @@ def evaluate_loss(
                 here = rows.to(ranks.device)
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
                 with casting_once(passes.autocast):
-                    total += scalar(model(*here[:2], **sources, **documents_of(here, model)))
+                    total += scalar_loss(model(*here[:2], **sources, **documents_of(here, model)))
                 passes.check()
                 done = min(done + batch * mesh.data_world, end)
                 passes.show(done, ends[-1])
             # The ranks of `cp` have the same rows; each has the loss of its own tokens.
             counts = [mesh.counts_rows * float(number) for number in (tokens, text_bytes)]
-            own_sums = sum_over_stages(by_source.clone(), ranks).flatten().tolist()
-            sums = sum_async([float(total), *counts, *own_sums], ranks).wait()
+            own_sums = sum_over_stages(by_source.clone(), ranks.mesh).flatten().tolist()
+            sums = sum_async([float(total), *counts, *own_sums], ranks.mesh).wait()
             results.append(loss_scores(end, sums, names))
     # `full_loss`, and `source.web.full_loss`
     full = {re.sub(r"(\w+)$", r"full_\1", name): value for name, value in results[-1].items()}
@@ -159,7 +159,7 @@ def log_likelihoods(passes: Passes, rows: Sequence[Continuation]) -> list[Likeli
     fetched = torch.stack(results).tolist() if results and mesh.counts_rows else []
     for i, (total, is_greedy) in zip(scored, fetched, strict=False):
         sums[i], greedy_rows[i] = total, is_greedy
-    merged = sum_async([*sums, *greedy_rows], ranks).wait()
+    merged = sum_async([*sums, *greedy_rows], ranks.mesh).wait()
     return list(map(Likelihood, merged[: len(rows)], counts, map(bool, merged[len(rows) :])))
 
 

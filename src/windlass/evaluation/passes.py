@@ -39,7 +39,7 @@ class Passes:
 
     def check(self) -> None:
         """Raise Interrupted if any rank was asked to stop; all ranks call it after a pass."""
-        if self.poll is not None and max_async([self.poll()], self.ranks).wait()[0]:
+        if self.poll is not None and max_async([self.poll()], self.ranks.mesh).wait()[0]:
             raise Interrupted
 
     def show(self, done: int, total: int) -> None:

@@ -23,13 +23,14 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
 from windlass.evaluation.source import Source, find_source, open_model, same_tokenizer
 from windlass.fileio import new_directory, read_json
+from windlass.ledger import decode
 from windlass.model import convert, hf_files
 from windlass.model.adapters import export_adapter
 from windlass.model.quantised import Linear4bit
 from windlass.parallel.ranks import alone
 from windlass.recipe import Changes
 from windlass.recipe.settings import LOSS_SUITE
-from windlass.run import Run, decode
+from windlass.run import Run
 from windlass.telemetry.measures import of_eval, show
 from windlass.variables import scrub
 
@@ -97,7 +98,7 @@ def export(
         if "chat" in source.recipe.data.formats and not source.template.source:
             text = plain_template(source.tokenizer)
             (partial / "chat_template.jinja").write_text(text, encoding="utf-8")
-        os.umask(umask := os.umask(0))
+        os.umask(umask := os.umask(0))  # it can only be read by setting it
         for file in partial.iterdir():  # some libraries let only the owner read what they write
             file.chmod(0o666 & ~umask)
     if push:
@@ -272,9 +273,10 @@ def save_weights(
     from huggingface_hub import save_torch_state_dict
 
     # The format cannot hold views of another tensor's storage.
-    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
-    wanted = getattr(torch, DTYPES[dtype])
-    copies = {n: c.to(wanted) if c.is_floating_point() else c for n, c in copies.items()}
+    wanted, copies = getattr(torch, DTYPES[dtype]), dict[str, Tensor]()
+    for name, x in tensors:
+        kind = wanted if x.is_floating_point() else x.dtype
+        copies[name] = x.detach().to("cpu", kind, copy=True).contiguous()
     pattern = stem + "{suffix}.safetensors"
     save_torch_state_dict(copies, directory, filename_pattern=pattern, metadata={"format": "pt"})
 

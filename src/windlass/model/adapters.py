@@ -86,9 +86,7 @@ def modules_to_save(model: nn.Module, lora: LoraSettings) -> list[str]:
     for pattern in lora.modules_to_save:
         if not any(re.fullmatch(any_of([pattern]), name) for name in names):
             last = sorted({name.rpartition(".")[2] for name in names if not name[-1:].isdigit()})
-            problem = (
-                f"model.lora.modules_to_save: {pattern} is not the name of a module with weights"
-            )
+            problem = f"model.lora.modules_to_save: {pattern} names no module with weights"
             raise UserError(f"{problem}; this model's are named {', '.join(filter(None, last))}")
     outermost = list[str]()
     for name in names if lora.modules_to_save else ():

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from windlass.model.attention import HALF, Documents, LayerCache, attend, dropped
 from windlass.model.loss import (
-    Piece,
+    ChunkLoss,
     SourceSums,
-    Tail,
     TiedLookup,
+    VocabShard,
+    can_share_gradient,
     cross_entropy_sum,
     head_logits,
-    one_gradient,
 )
 from windlass.model.sharding import assign, whole_shape
 from windlass.recipe.network import ModelSettings
@@ -154,8 +154,8 @@ class Head(nn.Module):
         super().__init__()
         self.weight = None if m.tie_head else nn.Parameter(torch.empty(vocab, m.width))
         self.cap = m.logit_cap
-        self.loss_tail: Tail | None = None  # compiled
-        self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
+        self.compiled_loss: ChunkLoss | None = None
+        self.vocab_shard: VocabShard | None = None  # of the vocabulary, if ranks divide it
 
     def forward(
         self, x: Tensor, labels: Tensor | None, table: Tensor | None, by_source: SourceSums | None
@@ -170,13 +170,13 @@ class Head(nn.Module):
             weight,
             labels,
             cap=self.cap,
-            piece=self.piece,
+            shard=self.vocab_shard,
             by_source=by_source,
-            tail=self.loss_tail,
+            compiled=self.compiled_loss,
         )
 
 
-class Pass(NamedTuple):
+class Inputs(NamedTuple):
     tokens: Tensor  # [B, T]
     labels: Tensor | None
     positions: Tensor  # [T], or [B, T] with documents
@@ -222,57 +222,57 @@ class GPT(nn.Module):
             by_source: Where to add the loss of each row's source, for a mixture.
             documents: The documents of each row; attention stays within them.
         """
-        here = self.prepare(tokens, labels, cache[0].length if cache else 0, documents)
-        x, table = self.begin(here)
-        x = self.through(x, range(self.settings.layers), here, cache)
-        return self.end(x, here, table, cache, by_source)
+        inputs = self.prepare(tokens, labels, cache[0].length if cache else 0, documents)
+        x, table = self.embed(inputs)
+        x = self.run_blocks(x, range(self.settings.layers), inputs, cache)
+        return self.apply_head(x, inputs, table, cache, by_source)
 
     def prepare(
         self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
-    ) -> Pass:
+    ) -> Inputs:
         """Positions and documents of tokens, before which a cache holds `start` others."""
         stop = start + tokens.shape[1]
         assert stop <= self.context, f"{stop} tokens, context {self.context}"
         if documents is None:
-            return Pass(tokens, labels, torch.arange(start, stop, device=tokens.device), None)
+            return Inputs(tokens, labels, torch.arange(start, stop, device=tokens.device), None)
         rate = self.settings.dropout if self.training else 0.0
         within = documents.within(list(self.blocks), rate)
-        return Pass(tokens, labels, documents.positions, within(0, stop))
+        return Inputs(tokens, labels, documents.positions, within(0, stop))
 
-    def begin(self, here: Pass) -> tuple[Tensor, Tensor | None]:
+    def embed(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream [B, T, D] before the first block, and the table of a tied head."""
         m = self.settings
         table = self.embedding.weight if m.tie_head else None
-        has_loss = self.shares_gradient and here.labels is not None
-        if has_loss and table is not None and one_gradient(table):
-            x, table = TiedLookup.apply(table, here.tokens)
+        has_loss = self.shares_gradient and inputs.labels is not None
+        if has_loss and table is not None and can_share_gradient(table):
+            x, table = TiedLookup.apply(table, inputs.tokens)
         else:
-            x = self.embedding(here.tokens)
+            x = self.embedding(inputs.tokens)
         if m.position == "learned":
-            x = x + self.positions(here.positions)
-        return self.drop(x, here), table
+            x = x + self.positions(inputs.positions)
+        return self.drop(x, inputs), table
 
-    def drop(self, x: Tensor, here: Pass) -> Tensor:
+    def drop(self, x: Tensor, inputs: Inputs) -> Tensor:
         return dropped(x, self.settings.dropout if self.training else 0.0)
 
-    def through(
-        self, x: Tensor, layers: range, here: Pass, cache: list[LayerCache] | None = None
+    def run_blocks(
+        self, x: Tensor, layers: range, inputs: Inputs, cache: list[LayerCache] | None = None
     ) -> Tensor:
         m, rotary = self.settings, None
         seed = torch.initial_seed()
         if m.position == "rope":
-            rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, here.positions, like=x)
+            rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, inputs.positions, like=x)
         for i in layers:
             if m.dropout and self.training:  # a block's masks do not depend on earlier blocks
                 seed_generators(x.device, seed_of(f"windlass/dropout/{seed}/block/{i}"))
             block = getattr(self.blocks, str(i))  # a stage of a pipeline lacks others
-            x = block(x, rotary, cache[i] if cache else None, here.spans)
+            x = block(x, rotary, cache[i] if cache else None, inputs.spans)
         return x
 
-    def end(
+    def apply_head(
         self,
         x: Tensor,
-        here: Pass,
+        inputs: Inputs,
         table: Tensor | None,
         cache: list[LayerCache] | None = None,
         by_source: SourceSums | None = None,
@@ -281,10 +281,10 @@ class GPT(nn.Module):
         x = multiplied(self.norm(x) if m.final_norm else x, 1 / m.width_multiple)  # muP
         if cache:
             x = x[:, -1:]
-        return self.head(x, here.labels, table, by_source)  # type: ignore[no-any-return]
+        return self.head(x, inputs.labels, table, by_source)  # type: ignore[no-any-return]
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The units of sharding beside the blocks; none if the root holds a tied head."""
+        """The units of sharding other than the blocks; none if the root holds a tied head."""
         if self.settings.tie_head:
             return [], []
         # A stage of a pipeline may lack the embedding, the norm or the head.

@@ -23,13 +23,13 @@ from windlass.model import adapters, hf_files, hf_network
 from windlass.model.attention import Documents
 from windlass.model.gpt import multiplied
 from windlass.model.loss import (
-    Piece,
+    ChunkLoss,
     SourceSums,
-    Tail,
     TiedLookup,
+    VocabShard,
+    can_share_gradient,
     cross_entropy_of_logits,
     cross_entropy_sum,
-    one_gradient,
 )
 from windlass.model.quantised import Linear4bit, raised
 from windlass.model.sharding import assign
@@ -71,9 +71,9 @@ class HfModel(nn.Module):
         takes_rows = "inputs_embeds" in inspect.signature(model.base_model.forward).parameters
         # Gemma 3n and 4 also embed the ids of tokens for each layer.
         self._takes_rows = takes_rows and not getattr(text, "hidden_size_per_layer_input", 0)
-        self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
+        self.vocab_shard: VocabShard | None = None  # of the vocabulary, if ranks divide it
         self.balance = hf_network.balance_of(model, settings)
-        self.loss_tail: Tail | None = None  # compiled
+        self.compiled_loss: ChunkLoss | None = None
 
     @torch.no_grad()
     def fill_weights(self, seed: int, directory: Path | None = None) -> None:
@@ -119,7 +119,7 @@ class HfModel(nn.Module):
         return hf_network.find_blocks(self.model)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The units of sharding beside the blocks; the root keeps the head, for the loss."""
+        """The units of sharding other than the blocks; the root keeps the head, for the loss."""
         embedding = self.model.get_input_embeddings()
         head = self.model.get_output_embeddings()
         tied = head is None or getattr(head, "weight", None) is embedding.weight
@@ -178,9 +178,9 @@ class HfModel(nn.Module):
                 labels,
                 head.bias,
                 cap=cap,
-                piece=self.piece,
+                shard=self.vocab_shard,
                 by_source=by_source,
-                tail=self.loss_tail,
+                compiled=self.compiled_loss,
             )
         return self.balanced(loss, output, labels)
 
@@ -188,10 +188,10 @@ class HfModel(nn.Module):
         """Whether this pass looks tokens up by itself: in a table that is also the head's, for one
         gradient of both uses."""
         table = self.model.get_input_embeddings()
-        tied = table.weight is weight and not self.piece and self._takes_rows
+        tied = table.weight is weight and not self.vocab_shard and self._takes_rows
         plain = type(table) is nn.Embedding and table.padding_idx is None
         hooked = table._forward_hooks or table._forward_pre_hooks
-        return tied and plain and not hooked and one_gradient(weight)
+        return tied and plain and not hooked and can_share_gradient(weight)
 
     def balanced(self, loss: Tensor, output: Any, labels: Tensor) -> Tensor:
         """The summed loss with the gradient of the routers' balancing loss, once for each label."""
@@ -261,10 +261,8 @@ class HfCache:
         if not self.name:
             tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
             self.tokens = tokens
-        logits: Tensor = self.model(
-            input_ids=tokens, use_cache=bool(self.name), **self.given
-        ).logits
-        return logits[:, -1:]
+        output = self.model(input_ids=tokens, use_cache=bool(self.name), **self.given)
+        return output.logits[:, -1:]  # type: ignore[no-any-return]
 
 
 def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
@@ -313,7 +311,7 @@ def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel
     return HfModel(model, directory, settings, added)
 
 
-NAME = 'model.kernels = "liger"'
+LIGER = 'model.kernels = "liger"'
 ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 """Liger's kernels compute these, whatever a configuration names."""
 
@@ -324,14 +322,14 @@ def use_liger(model: HfModel, device: torch.device, stack: ExitStack) -> None:
     Liger also patches the architecture's file: classes are restored at once, functions by `stack`.
     """
     if device.type != "cuda":
-        raise UserError(f'{NAME} needs a GPU: write "torch"')
+        raise UserError(f'{LIGER} needs a GPU: write "torch"')
     from liger_kernel.transformers import monkey_patch as liger
 
     kind, text = model.config.model_type, model.config.get_text_config()
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "")
     if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN or activation not in ACTIVATIONS:
         problem = f"Liger lacks kernels for {kind} with the activation {activation}"
-        raise UserError(f'{NAME}: {problem}; write "torch"')
+        raise UserError(f'{LIGER}: {problem}; write "torch"')
     files = {sys.modules[type(part).__module__] for part in model.model.modules()}
     before = [(file, dict(vars(file))) for file in files]
     liger._apply_liger_kernel_to_instance(

@@ -116,7 +116,7 @@ def fill_from_seed(
     blocks: Sequence[nn.Module],
     seed: int,
 ) -> None:
-    """Initialise parameters, whole or sharded, as the architecture does, from seed and names alone.
+    """Initialise parameters, whole or sharded, as the architecture does, from only seed and names.
 
     One block or other module of `template`, on the meta device, gets storage at a time.
     """

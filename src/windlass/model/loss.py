@@ -23,18 +23,18 @@ from windlass.model.size import loss_chunk
 from windlass.recipe.settings import IGNORE_INDEX
 
 
-class Piece(NamedTuple):
-    group: str  # torch's name of the process group of the ranks that hold all of it together
+class VocabShard(NamedTuple):
+    group: str  # torch's name of the process group of the ranks that divide the vocabulary
     first: int  # the number of this rank's first row
     most: int  # the rows of the rank with most: each rank must choose the same chunks
-    enter: Callable[[Tensor], Tensor]  # whole hidden states on each rank, from this rank's
+    gather_input: Callable[[Tensor], Tensor]  # whole hidden states on each rank, from this rank's
 
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         dist.all_reduce(tensor, op, dist.distributed_c10d._resolve_process_group(self.group))
 
 
-Tail = Callable[[Tensor, Tensor, float], Tensor]
-"""`loss_tail`, compiled."""
+ChunkLoss = Callable[[Tensor, Tensor, float], Tensor]
+"""`chunk_loss`, compiled."""
 
 
 class SourceSums:
@@ -46,13 +46,11 @@ class SourceSums:
     def __init__(self, rows: Tensor, sums: Tensor):
         self.rows, self.sums = rows, sums
 
-    def add(
-        self, losses: Tensor, labels: Tensor, part: slice = slice(None), piece: Piece | None = None
-    ) -> None:
-        """Add the losses of `part` of the labels, both flat; ranks of a `piece` add theirs up."""
+    def add(self, losses: Tensor, labels: Tensor, shard: VocabShard | None, part: slice) -> None:
+        """Add the losses of `part` of the labels, both flat; ranks of a `shard` add theirs up."""
         losses = losses.detach().flatten()
-        if piece:
-            piece.reduce(losses)
+        if shard:
+            shard.reduce(losses)
         tokens = self.rows.repeat_interleave(labels.numel() // len(self.rows))[part]
         both = torch.stack([losses, labels.flatten()[part] != IGNORE_INDEX], 1)
         self.sums.index_add_(0, tokens, both.to(self.sums.dtype))
@@ -79,36 +77,36 @@ def cross_entropy_sum(
     *,
     cap: float = 0.0,
     chunk: int | None = None,
-    piece: Piece | None = None,
+    shard: VocabShard | None = None,
     by_source: SourceSums | None = None,
-    tail: Tail | None = None,
+    compiled: ChunkLoss | None = None,
 ) -> Tensor:
     """Sum of the cross-entropy over the unmasked labels: a scalar in float32, or float64 like the
     hidden states.
 
     Args:
         x: Hidden states [..., D].
-        weight, bias: The head's matrix [V, D] and bias [V], or this rank's `piece` of their rows.
+        weight, bias: The head's matrix [V, D] and bias [V], or this rank's rows of them.
         labels: The tokens that follow [...], int64; IGNORE_INDEX for a masked one.
         cap: Soft bound of the logits, 0 for none.
         chunk: Tokens whose logits are held at a time; None: by the size of the logits; 0: all.
-        piece: Which rows are here, if ranks divide them. Every rank gets the whole sum.
+        shard: This rank's rows, if ranks divide them. Every rank gets the whole sum.
         by_source: Where to add the loss of each row's source, for a mixture.
-        tail: `loss_tail`, compiled; for large whole logits with a backward pass.
+        compiled: `chunk_loss`, compiled; for large whole logits with a backward pass.
     """
-    x = piece.enter(x) if piece else x
+    x = shard.gather_input(x) if shard else x
     x, labels = x.flatten(0, -2), labels.flatten()
-    tail = None if piece or not torch.is_grad_enabled() else tail
+    compiled = None if shard or not torch.is_grad_enabled() else compiled
     if chunk is None:
-        # Logits are in fp32; with a tail in their own precision, with a cap also in fp32.
-        each = dtype_of_logits(x, weight).itemsize + 4 * bool(cap) if tail else 4
-        rows = piece.most if piece else len(weight)
+        # Logits are in fp32; compiled, in their own precision, and with a cap also in fp32.
+        each = dtype_of_logits(x, weight).itemsize + 4 * bool(cap) if compiled else 4
+        rows = shard.most if shard else len(weight)
         chunk = loss_chunk(len(labels), rows, each, x.device.type)
-        tail = tail if chunk else None
-    if chunk or piece:
+        compiled = compiled if chunk else None
+    if chunk or shard:
         size, grad = chunk or len(labels), torch.is_grad_enabled()
         return _ChunkedCrossEntropy.apply(
-            x, weight, bias, labels, cap, size, grad, piece, by_source, tail
+            x, weight, bias, labels, cap, size, grad, shard, by_source, compiled
         )
     return cross_entropy_of_logits(head_logits(x, weight, bias, cap), labels, by_source)
 
@@ -125,14 +123,14 @@ def cross_entropy_of_logits(
     if by_source is None:
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    by_source.add(losses, labels)
+    by_source.add(losses, labels, None, slice(None))
     return losses.sum()
 
 
-def loss_tail(logits: Tensor, labels: Tensor, cap: float) -> Tensor:
+def chunk_loss(logits: Tensor, labels: Tensor, cap: float) -> Tensor:
     """The cross-entropy of each row [n] of a chunk's logits [n, V], which the gradient overwrites.
 
-    For the compiler, which makes two kernels of it; uncompiled, `eager_tail` needs less memory.
+    The compiler makes two kernels of it. Without it `eager_chunk_loss` needs less memory.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     wide = cap * torch.tanh(wide / cap) if cap else wide
@@ -146,8 +144,8 @@ def loss_tail(logits: Tensor, labels: Tensor, cap: float) -> Tensor:
     return losses
 
 
-def eager_tail(
-    last: list[Tensor], labels: Tensor, cap: float, piece: Piece | None, grad: bool
+def eager_chunk_loss(
+    last: list[Tensor], labels: Tensor, cap: float, shard: VocabShard | None, grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The losses [n] of logits [n, V], and the gradient; empties `last` to free its memory."""
     logits, slope = last.pop(), None
@@ -155,25 +153,25 @@ def eager_tail(
         slope = 1 - logits.div_(cap).tanh_().square()
         logits.mul_(cap)
     target = labels.clamp(min=0).unsqueeze(1)
-    here: Any = 1  # whether the label is in this rank's rows
-    if piece:
-        row = target - piece.first
+    is_own: Any = 1  # whether the label is in this rank's rows
+    if shard:
+        row = target - shard.first
         target = row.clamp(0, logits.shape[1] - 1)
-        here = (row == target).to(logits.dtype)
+        is_own = (row == target).to(logits.dtype)
         peak = logits.amax(1, keepdim=True)
-        piece.reduce(peak, dist.ReduceOp.MAX)
+        shard.reduce(peak, dist.ReduceOp.MAX)
         total = logits.sub_(peak).exp().sum(1, keepdim=True)
-        piece.reduce(total)
+        shard.reduce(total)
         log_p = logits.sub_(total.log_())
     else:
         log_p = logits.log_softmax(1)
     del logits
     unmasked = (labels != IGNORE_INDEX).unsqueeze(1)
-    losses = (log_p.gather(1, target) * unmasked).mul_(here).neg_().squeeze(1)
+    losses = (log_p.gather(1, target) * unmasked).mul_(is_own).neg_().squeeze(1)
     if not grad:
         return losses, None
     d = log_p.exp_()
-    d.scatter_(1, target, d.gather(1, target) - here)
+    d.scatter_(1, target, d.gather(1, target) - is_own)
     return losses, d if slope is None else d.mul_(slope)
 
 
@@ -188,9 +186,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         cap: float,
         chunk: int,
         grad: bool,
-        piece: Piece | None,
+        shard: VocabShard | None,
         by_source: SourceSums | None,
-        tail: Tail | None,
+        compiled: ChunkLoss | None,
     ) -> Tensor:
         dtype = dtype_of_logits(x, weight)
         total = torch.float64 if dtype == torch.float64 else torch.float32
@@ -206,15 +204,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 unmasked = (labels[part] != IGNORE_INDEX).unsqueeze(1)
                 # A NaN in a masked row changes nothing.
                 rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)
-                if tail is not None:
+                if compiled is not None:
                     d = F.linear(rows, head, shift)
-                    losses = tail(d, labels[part], cap)  # `d` becomes the gradient
+                    losses = compiled(d, labels[part], cap)  # `d` becomes the gradient
                 else:
                     logits = [F.linear(rows, head, shift).to(total)]
-                    losses, d = eager_tail(logits, labels[part], cap, piece, any(wants))
+                    losses, d = eager_chunk_loss(logits, labels[part], cap, shard, any(wants))
                 loss += losses.sum()
                 if by_source is not None:
-                    by_source.add(losses, labels, part, piece)
+                    by_source.add(losses, labels, shard, part)
                 if d is None:
                     continue
                 d = d.to(dtype)
@@ -231,8 +229,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if db is not None:
                     db += unmasked.squeeze(1).to(dtype) @ d
                 del d  # before the next chunk
-        if piece:
-            piece.reduce(loss)
+        if shard:
+            shard.reduce(loss)
         ctx.grads = tuple(
             None if g is None or t is None else g.to(t.dtype)
             for g, t in ((dx, x), (dw, weight), (db, bias))
@@ -247,7 +245,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 7)
 
 
-def one_gradient(table: Tensor) -> bool:
+def can_share_gradient(table: Tensor) -> bool:
     """Whether a table should get one gradient: it is trained, and not rounded to half precision."""
     trains = torch.is_grad_enabled() and table.requires_grad
     return trains and table.dtype in (torch.float32, torch.float64)

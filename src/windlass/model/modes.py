@@ -26,7 +26,7 @@ def set_training(model: nn.Module) -> None:
             part.eval()
 
 
-def scalar(loss: Any) -> Tensor:
+def scalar_loss(loss: Any) -> Tensor:
     """The loss that a model's forward pass returned; UserError if it is not a scalar tensor."""
     if isinstance(loss, Tensor) and loss.dim() == 0:
         return loss
@@ -64,7 +64,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 @contextmanager
 def casting_once(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Around one of several passes with equal weights, of which only the first casts them."""
+    """Context of one of several passes with equal weights, of which only the first casts them."""
     torch.autocast_increment_nesting()
     try:
         with autocast():

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from windlass.errors import UserError, require
 from windlass.fileio import read_json
-from windlass.model.sharding import become
+from windlass.model.sharding import add_mixin
 from windlass.recipe.network import ModelSettings
 
 BF16 = torch.bfloat16
@@ -36,35 +36,35 @@ def lower_frozen(model: nn.Module, settings: ModelSettings, directory: Path) -> 
         wanted = "bf16" if "bfloat16" in named else "fp32"
     if wanted != "bf16":
         return
-    parts = dict[nn.Module, type[nn.Module] | None]()  # None: all parameters stay float32
+    mixins = dict[nn.Module, type[nn.Module] | None]()  # None: all parameters stay float32
     for module in model.modules():
         kind, name = type(module), type(module).__name__
-        if module in parts:
+        if module in mixins:
             continue
         if kind is nn.Linear or name == "Conv1D":
-            parts[module] = Bf16Linear
+            mixins[module] = Bf16Linear
         elif kind is nn.Embedding or name.endswith("ScaledWordEmbedding"):
-            parts[module] = Bf16Embedding
+            mixins[module] = Bf16Embedding
         else:
-            parts[module] = Bf16Experts if name.endswith("Experts") else None
+            mixins[module] = Bf16Experts if name.endswith("Experts") else None
         # `peft` adds the product of an expert's adapter to the matrix, in the matrix's precision.
         if name == "ParamWrapper":
-            parts[module.get_base_layer()] = None
-    others = [p for m, part in parts.items() if part is None for p in m._parameters.values()]
+            mixins[module.get_base_layer()] = None
+    others = [p for m, mixin in mixins.items() if mixin is None for p in m._parameters.values()]
     stay = {id(parameter) for parameter in others}  # a head tied to another kind of embedding
     lowered: dict[nn.Parameter, nn.Parameter] = {}
-    for module, part in parts.items():
-        dimensions = 3 if part is Bf16Experts else 2
+    for module, mixin in mixins.items():
+        dimensions = 3 if mixin is Bf16Experts else 2
         has_low = False
-        for name, p in module._parameters.items() if part else ():
+        for name, p in module._parameters.items() if mixin else ():
             if p is None or p.dim() != dimensions or p.requires_grad or id(p) in stay:
                 continue
             if p not in lowered:
                 lowered[p] = nn.Parameter(p.detach().to(BF16), requires_grad=False)
             module._parameters[name] = lowered[p]
             has_low = True
-        if part and has_low:
-            become(module, part)
+        if mixin and has_low:
+            add_mixin(module, mixin)
 
 
 def lower_trained(model: nn.Module) -> None:
@@ -74,7 +74,7 @@ def lower_trained(model: nn.Module) -> None:
             parameter.data = parameter.data.to(BF16)
     for module in model.modules():
         if type(module) is nn.Embedding and module.weight.dtype == BF16:
-            become(module, Bf16Embedding)
+            add_mixin(module, Bf16Embedding)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -89,7 +89,7 @@ def raised(weight: Tensor, x: Tensor) -> Tensor:
 
 
 class Bf16Linear(nn.Module):
-    """A linear layer; comes before its class in the order of inheritance, like the next two."""
+    """Mixin of a linear layer (see `add_mixin`), like the next two."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self
@@ -206,7 +206,7 @@ NARROWEST = 128  # a smaller matrix gains nothing: adapters, the routers of expe
 
 
 class TrainedInFloat8(nn.Module):
-    """A linear layer of torchao that evaluates in the precision of a pass; comes before its class.
+    """Mixin of a linear layer of torchao, which evaluates in the precision of a pass.
 
     It rounds its input before torchao does, whose backward pass then needs one byte a number.
     """
@@ -246,4 +246,4 @@ def use_float8(blocks: list[nn.Module], device: torch.device) -> None:
         problem = f"no linear layer of a block has sizes from {NARROWEST} that {MULTIPLE} divides"
         raise UserError(f'{setting}: {problem}: write "auto"')
     for module in converted:
-        become(module, TrainedInFloat8)
+        add_mixin(module, TrainedInFloat8)

@@ -45,9 +45,9 @@ class Peers(NamedTuple):
     rank: int  # this rank's place
     size: int
 
-    def piece(self, number: int) -> range:
-        """This rank's part of `number` indices; the parts differ by one index at most."""
-        return range(number * self.rank // self.size, number * (self.rank + 1) // self.size)
+    def own_range(self, count: int) -> range:
+        """This rank's part of `count` indices; the parts differ by one index at most."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def add_up(self, x: Tensor) -> Tensor:
         done = collective.all_reduce(x.contiguous(), "sum", self.group)
@@ -190,11 +190,12 @@ def materialise(model: nn.Module, device: torch.device, buffer_device: torch.dev
                 tensors[name] = moved[tensor]
 
 
-def become(module: nn.Module, part: type[nn.Module]) -> None:
-    module.__class__ = subclass(part, type(module))  # type: ignore[arg-type]
+def add_mixin(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Put a class before the module's own in the order of inheritance."""
+    module.__class__ = subclass(mixin, type(module))  # type: ignore[arg-type]
 
 
 @functools.cache
-def subclass(part: type, kind: type) -> type:
-    """One class for all modules of one class and part, so that Dynamo compiles a block once."""
-    return type(kind.__name__, (part, kind), {"__module__": kind.__module__})
+def subclass(mixin: type, kind: type) -> type:
+    """One class for all modules of one class and mixin, so that Dynamo compiles a block once."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})

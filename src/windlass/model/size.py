@@ -123,7 +123,7 @@ class CountedSizes:
     peaks: Peaks = ()  # measured
 
     def peak(self, micro_batch: int) -> tuple[int, int]:
-        """Bytes of a step beside weights and state, without and with gradients, from `peaks`."""
+        """Bytes of a step besides weights and state, without and with gradients, from `peaks`."""
         (n, low, low_grads), (m, high, high_grads) = self.peaks[0], self.peaks[-1]
         more, each = micro_batch - n, max(1, m - n)
         grads = low_grads + (high_grads - low_grads) * more // each

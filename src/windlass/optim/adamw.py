@@ -21,6 +21,12 @@ from windlass.seeds import seed_bytes
 
 BF16_DROPPED = 16  # bits of a float32's mantissa that bf16 lacks
 FP8_DROPPED = 20  # and that float8_e4m3fn lacks
+CHUNK = 2**24  # numbers that are float32 at a time, at most; or 16 rows, for equal tails of kernels
+SMALLEST = 4096  # numbers of a tensor with 8-bit moments; smaller ones save nothing
+FP8, LARGEST, LEAST = torch.float8_e4m3fn, 448.0, 2.0**-9
+"""The format, its largest number and its smallest above 0."""
+SCALE = "_scale"  # after the name of a moment in 8 bits: the factors of its blocks
+ROOT = "exp_avg_sq_root"
 
 
 def places(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,14 +71,6 @@ def rounded(x: Tensor, bits: Tensor, dropped: int) -> Tensor:
     low = (1 << dropped) - 1
     whole = x.view(torch.int32) + bits.bitwise_and(low)
     return whole.bitwise_and_(~low).view(torch.float32)
-
-
-CHUNK = 2**24  # numbers that are float32 at a time, at most; or 16 rows, for equal tails of kernels
-SMALLEST = 4096  # numbers of a tensor with 8-bit moments; smaller ones save nothing
-FP8, LARGEST, LEAST = torch.float8_e4m3fn, 448.0, 2.0**-9
-"""The format, its largest number and its smallest above 0."""
-SCALE = "_scale"  # after the name of a moment in 8 bits: the factors of its blocks
-ROOT = "exp_avg_sq_root"
 
 
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """After the update of a step; `skipped` is 1.0 if the device did not make it."""
+        """Take in the weights after a step; `skipped` is 1.0 if the device did not update them."""
         if not self.tensors:
             return
         enters = 1 - skipped.to(self.count)

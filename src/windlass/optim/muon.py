@@ -81,7 +81,7 @@ def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> l
 
 
 def update_scale(shape: Sequence[int]) -> float:
-    """The factor of a matrix's update beside the learning rate; the shape is [outputs, inputs]."""
+    """The factor of a matrix's update besides the learning rate; the shape is [outputs, inputs]."""
     return math.sqrt(max(1.0, shape[0] / shape[1]))
 
 
@@ -177,9 +177,9 @@ class MuonAdamW(torch.optim.Optimizer):
                 momentum.lerp_(gradient, 1 - rate)
                 values.append(gradient.lerp(momentum, rate).to(self.device_type, dtype))
             if sharded:
-                updates = _of_shards(batch, values, group)
+                updates = _orthogonalise_shards(batch, values, group)
             elif world > 1:
-                updates = _of_replicas(batch, values, group)
+                updates = _orthogonalise_replicas(batch, values, group)
             else:
                 updates = orthogonalise_all(batch, values)
             for (name, p, parts), x in zip(batch, updates, strict=True):
@@ -192,38 +192,39 @@ class MuonAdamW(torch.optim.Optimizer):
                 weight.copy_(unless(bad, new, weight))
 
 
-def _of_shards(batch: list[Matrix], local: list[Tensor], group: Any) -> list[Tensor]:
+def _orthogonalise_shards(batch: list[Matrix], local: list[Tensor], group: Any) -> list[Tensor]:
     """Each rank collects its matrices, orthogonalises them and sends the rows back. One dimension
     of the mesh cuts every matrix, by rows; matrix i is rank i's, modulo its ranks."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
-    out, pieces = [sum(x.numel() for x in part) for part in owned], list[list[int]]()
+    sizes = list[list[int]]()  # of this rank's matrices: the numbers that each rank holds
     for matrix in mine:
         height, width = matrix.parameter.shape
-        pieces.append([len(rows_of_rank(height, world, r)) * width for r in range(world)])
-    into = [sum(one[r] for one in pieces) for r in range(world)]
+        sizes.append([len(rows_of_rank(height, world, r)) * width for r in range(world)])
+    out = [sum(x.numel() for x in part) for part in owned]
+    into = [sum(row[r] for row in sizes) for r in range(world)]
     sent = torch.cat([x.reshape(-1) for part in owned for x in part])
     flat, back = sent.new_empty(sum(into)), sent.new_empty(sum(out))
     dist.all_to_all_single(flat, sent, into, out, group=group)
     # Every rank's piece of the first matrix, of the second, ...
-    received = flat.split([one[r] for r in range(world) for one in pieces]) if mine else ()
+    received = flat.split([row[r] for r in range(world) for row in sizes]) if mine else ()
     wholes = [
         torch.cat(received[i :: len(mine)]).view(matrix.parameter.shape)
         for i, matrix in enumerate(mine)
     ]
     new = orthogonalise_all(mine, wholes)
-    split = [x.reshape(-1).split(sizes) for x, sizes in zip(new, pieces, strict=True)]
-    returned = [one[r] for r in range(world) for one in split]
+    split = [x.reshape(-1).split(each) for x, each in zip(new, sizes, strict=True)]
+    returned = [row[r] for r in range(world) for row in split]
     dist.all_to_all_single(back, torch.cat([flat[:0], *returned]), out, into, group=group)
     updates = list(local)
     for r, part in enumerate(back.split(out)):
-        sizes = [x.numel() for x in owned[r]]
-        pairs = zip(part.split(sizes), owned[r], strict=True) if sizes else ()
+        each = [x.numel() for x in owned[r]]
+        pairs = zip(part.split(each), owned[r], strict=True) if each else ()
         updates[r::world] = [x.view(like.shape) for x, like in pairs]
     return updates
 
 
-def _of_replicas(batch: list[Matrix], values: list[Tensor], group: Any) -> list[Tensor]:
+def _orthogonalise_replicas(batch: list[Matrix], values: list[Tensor], group: Any) -> list[Tensor]:
     """Equal plain tensors on all ranks: each orthogonalises a part and broadcasts it."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     updates = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]

@@ -39,7 +39,7 @@ def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
 
 
 def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
-    """By rows, or not at all for a scalar and, without `any_row`, for a cut inside a line."""
+    """By rows; whole for a scalar and, without `any_row`, if the cut were inside a line."""
     from torch.distributed.tensor import Replicate, Shard
 
     if not p.dim():

@@ -1,1 +1,1 @@
-"""Many processes as one: who am I, meshes, wrapping, reductions."""
+"""Many ranks as one training: their environment, mesh and collectives, and a model's division."""

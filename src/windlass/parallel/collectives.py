@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from windlass.model.sharding import Peers, collective, local_part
-
-if TYPE_CHECKING:
-    from windlass.parallel.ranks import Ranks
+from windlass.parallel.mesh import Mesh
 
 AT_ONCE = 2**16  # elements of a gradient whose squares torch adds up alone (on a CPU)
 CHUNK = 4096  # elements of a larger one whose squares are added in its own precision
@@ -76,7 +74,7 @@ Exchange = differentiable(exchange, exchange)
 Copy, Sum = differentiable(same, add_up), differentiable(add_up, same)
 
 
-# -- Of counts and flags, over gloo while the step computes.
+# -- Counts and flags, reduced over gloo while the step computes.
 
 
 class Pending:
@@ -99,34 +97,34 @@ class Pending:
         return self._reduced
 
 
-def sum_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
-    return Pending(numbers, ranks.mesh.loss_ranks, dist.ReduceOp.SUM)
+def sum_async(numbers: Sequence[float], mesh: Mesh) -> Pending:
+    return Pending(numbers, mesh.loss_ranks, dist.ReduceOp.SUM)
 
 
-def count_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
+def count_async(numbers: Sequence[float], mesh: Mesh) -> Pending:
     """Begin to add up numbers from whole rows, which the ranks of `cp` share."""
-    return sum_async([ranks.mesh.counts_rows * number for number in numbers], ranks)
+    return sum_async([mesh.counts_rows * number for number in numbers], mesh)
 
 
-def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
+def max_async(flags: Sequence[int], mesh: Mesh) -> Pending:
     """Begin to take the largest of each flag over all ranks, so that they act together."""
-    return Pending(flags, ranks.mesh.all_ranks, dist.ReduceOp.MAX)
+    return Pending(flags, mesh.all_ranks, dist.ReduceOp.MAX)
 
 
-# -- Of losses and gradients, in place, on their device.
+# -- Losses and gradients, reduced in place on their device.
 
 
-def sum_over_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
+def sum_over_ranks(tensor: Tensor, mesh: Mesh) -> Tensor:
     """Add up a tensor over the ranks that see different tokens."""
     on_host = tensor.device.type == "cpu"
-    if group := ranks.mesh.loss_ranks if on_host else ranks.mesh.loss_group:
+    if group := mesh.loss_ranks if on_host else mesh.loss_group:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def sum_over_stages(tensor: Tensor, ranks: Ranks) -> Tensor:
-    if ranks.mesh.pp is not None:
-        dist.all_reduce(tensor, group=ranks.mesh.pp)
+def sum_over_stages(tensor: Tensor, mesh: Mesh) -> Tensor:
+    if mesh.pp is not None:
+        dist.all_reduce(tensor, group=mesh.pp)
     return tensor
 
 
@@ -137,35 +135,35 @@ def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     torch._foreach_copy_(tensors, [s.view_as(t) for s, t in zip(sums, tensors, strict=True)])
 
 
-def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
-    """After the backward pass: add up the gradients of parameters that `tp` does not cut.
+def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Add up the gradients of parameters that `tp` does not cut, after the backward pass.
 
     Its ranks have seen other tokens of the stream, or other heads (norms of queries).
     """
-    if ranks.mesh.tp is None:
+    if mesh.tp is None:
         return
     partial = (p for p in dict.fromkeys(parameters) if hasattr(p, "has_partial_gradient"))
     for grads in _by_kind(p.grad for p in partial if p.grad is not None).values():
-        sum_together(grads, ranks.mesh.tp)
+        sum_together(grads, mesh.tp)
 
 
 def norm_and_sum(
-    parameters: Iterable[nn.Parameter], number: Tensor, ranks: Ranks
+    parameters: Iterable[nn.Parameter], number: Tensor, mesh: Mesh
 ) -> tuple[Tensor, Tensor]:
     """The 2-norm of the whole gradient, and the sum of a scalar over all ranks, in one collective.
 
     The norm is float32, or float64 like the model. The host does not wait. Every rank divides the
     squares of its pieces by the number of ranks that hold them.
     """
-    mesh, double = ranks.mesh, False
+    double = False
     kinds: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
     for p in dict.fromkeys(parameters):
         if (grad := p.grad) is not None:
             pieces = math.prod(group.size() for group in mesh.cutting_groups(p))
-            holders = ranks.world // mesh.sizes.pp // pieces
+            holders = mesh.sizes.world // mesh.sizes.pp // pieces
             kinds.setdefault((holders, grad.device, grad.dtype), []).append(local_part(grad))
             double = double or p.dtype == torch.float64
-    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    total = torch.zeros((), dtype=torch.float64, device=number.device)
     for (holders, device, dtype), grads in kinds.items():
         wide = torch.promote_types(dtype, torch.float32)
         # On a CPU torch's norm over 38 million float32 elements is wrong by 0.27 %, with chunks by
@@ -182,7 +180,7 @@ def norm_and_sum(
             norms.append(torch.stack(torch._foreach_norm(rests, 2, dtype=wide)))
         if norms:
             squares = torch.cat(norms).double().square().sum()
-            total += squares.to(ranks.device, non_blocking=True) / holders
+            total += squares.to(total.device, non_blocking=True) / holders
     if mesh.all_ranks is not None:
         both = torch.stack([total, number.double()])
         dist.all_reduce(both, group=mesh.all_ranks if both.is_cpu else dist.group.WORLD)

@@ -18,18 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.model.attention import Documents, Spans, attend, dropout_mask, masked_attention
-from windlass.model.gpt import GPT, Block, Pass
+from windlass.model.gpt import GPT, Block, Inputs
 from windlass.model.sharding import Peers
 from windlass.parallel.collectives import Exchange, Gather, gather
 from windlass.recipe.settings import IGNORE_INDEX
 
 
 class TokenPart(NamedTuple):
-    """The tokens of a pass on this rank, as places in a row of `length`; later ones are padding."""
+    """The tokens of a pass on this rank, as columns of a row of `length`; later ones are padding."""
 
     length: int
-    places: Tensor  # in attention and feed-forward
-    stream: Tensor  # in the residual stream, of which a rank of `tensor` may have a part
+    columns: Tensor  # in attention and feed-forward
+    stream_columns: Tensor  # in the residual stream, of which a rank of `tensor` may have a part
     tensor: Peers | None  # the ranks that divide the heads
     context: Peers | None  # the ranks that divide the tokens
     masks: tuple[Any, ...]
@@ -37,15 +37,15 @@ class TokenPart(NamedTuple):
     If the ranks gather keys there is an early and a late part, else one. (`torch.compile` takes
     causal masks as arguments but does not make them.)"""
 
-    def tokens(self, whole: Tensor, places: Tensor | None = None) -> Tensor:
+    def tokens(self, whole: Tensor, columns: Tensor | None = None) -> Tensor:
         """The columns of a row's tokens or positions [..., T]; padding repeats the last one."""
-        places = self.places if places is None else places
-        return whole[..., places.clamp(max=self.length - 1)]
+        columns = self.columns if columns is None else columns
+        return whole[..., columns.clamp(max=self.length - 1)]
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
         """Dropout of the stream [B, T, D]; the mask is a slice of the one of all tokens."""
         whole = dropout_mask((x.shape[0], self.length, x.shape[2]), rate, x)
-        return x * whole[:, self.stream.clamp(max=self.length - 1)]
+        return x * whole[:, self.stream_columns.clamp(max=self.length - 1)]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
         """Causal attention [B, H, T, E] of this rank's heads and tokens, with dropout at `rate`."""
@@ -68,10 +68,10 @@ class TokenPart(NamedTuple):
     def by_heads(self, q: Tensor, k: Tensor, v: Tensor, keep: Any, ranks: Peers) -> Tensor:
         """Exchange this rank's tokens of all heads for all tokens of some heads, and back."""
         parts = [x.unflatten(1, (ranks.size, -1)).movedim(1, 0) for x in (q, k, v)]
-        here = Exchange.apply(torch.cat(parts, 2), ranks)  # [ranks, B, H + 2K of a rank, T, E]
+        exchanged = Exchange.apply(torch.cat(parts, 2), ranks)  # [ranks, B, H + 2K of a rank, T, E]
         # [B, heads of a rank, all tokens, E]
         heads = [part.shape[2] for part in parts]
-        q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in here.split(heads, dim=2))
+        q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in exchanged.split(heads, dim=2))
         if keep is not None:
             keep = keep[:, ranks.rank * heads[0] : (ranks.rank + 1) * heads[0]]
         y = causal(q, k, v, keep, self.masks[0])
@@ -117,7 +117,7 @@ class DividedGPT(GPT):
 
     def prepare(
         self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
-    ) -> Pass:
+    ) -> Inputs:
         if not self.training and (labels is None or self.context_ranks is None):
             return super().prepare(tokens, labels, start, documents)
         assert not start, "a cache needs evaluation mode"
@@ -127,10 +127,10 @@ class DividedGPT(GPT):
             positions, within = documents.positions, documents.within(list(self.blocks), rate)
         part = self.part(tokens.shape[1], labels is not None, tokens.device, within)
         if labels is not None:
-            labels = part.tokens(labels).masked_fill(part.places >= part.length, IGNORE_INDEX)
+            labels = part.tokens(labels).masked_fill(part.columns >= part.length, IGNORE_INDEX)
         # Learned positions are added to the stream; rotary ones are of attention.
-        places = part.stream if self.settings.position == "learned" else part.places
-        return Pass(part.tokens(tokens), labels, part.tokens(positions, places), part)
+        columns = part.stream_columns if self.settings.position == "learned" else part.columns
+        return Inputs(part.tokens(tokens), labels, part.tokens(positions, columns), part)
 
     def part(
         self,
@@ -152,8 +152,8 @@ class DividedGPT(GPT):
         multiple = streams // math.gcd(streams, len(mine))  # `streams` divides a rank's tokens
         each = -(-length // (parts * multiple)) * multiple
         every = torch.arange(parts * each, device=device)
-        places = torch.cat([every[i * each : (i + 1) * each] for i in mine])
-        stream = places.view(streams, -1)[tensor.rank] if tensor and streams > 1 else places
+        columns = torch.cat([every[i * each : (i + 1) * each] for i in mine])
+        stream = columns.view(streams, -1)[tensor.rank] if tensor and streams > 1 else columns
         masks: list[Any] = []
         for i in mine:
             first, stop = (0, parts * each) if len(mine) == 1 else (i * each, (i + 1) * each)
@@ -165,14 +165,14 @@ class DividedGPT(GPT):
                 masks.append(causal_lower_right(each, stop))
             else:
                 masks.append(None)
-        return TokenPart(length, places, stream, tensor, context, tuple(masks))
+        return TokenPart(length, columns, stream, tensor, context, tuple(masks))
 
-    def drop(self, x: Tensor, here: Pass) -> Tensor:
+    def drop(self, x: Tensor, inputs: Inputs) -> Tensor:
         rate = self.settings.dropout if self.training else 0.0
-        return here.spans.drop(x, rate) if rate else x
+        return inputs.spans.drop(x, rate) if rate else x
 
-    def end(self, x: Tensor, here: Pass, *args: Any) -> Tensor:
+    def apply_head(self, x: Tensor, inputs: Inputs, *args: Any) -> Tensor:
         ranks = self.tensor_ranks if self.training else None
-        if here.labels is None and ranks is not None:
-            x = gather(x, 1, ranks)[:, : here.spans.length]  # logits need no gradient
-        return super().end(x, here, *args)
+        if inputs.labels is None and ranks is not None:
+            x = gather(x, 1, ranks)[:, : inputs.spans.length]  # logits need no gradient
+        return super().apply_head(x, inputs, *args)

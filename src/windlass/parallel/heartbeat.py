@@ -77,24 +77,24 @@ class Heartbeat:
     def report(self, failure: Failure) -> Failure:
         """Tell the others; returns the first failure: another rank's if this one is secondary."""
         until = time.monotonic() + (CAUSE_SECONDS if failure.secondary else 0.0)
-        while not (first := self.failure or within(EXIT_SECONDS, self._reported)):
+        while not (first := self.failure or call_with_timeout(EXIT_SECONDS, self._reported)):
             if time.monotonic() >= until:
                 break
             time.sleep(0.02)
         if not first:
-            text = within(EXIT_SECONDS, partial(self._set_failure, failure))
+            text = call_with_timeout(EXIT_SECONDS, partial(self._set_failure, failure))
             first = Failure(**json.loads(text)) if text else failure
         self.failure = first
-        within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
+        call_with_timeout(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
         if self.env.rank == 0:  # the store ends with it
             others = [f"heard/{rank}" for rank in self._watched if rank != first.rank]
-            within(POLL_SECONDS + CAUSE_SECONDS, lambda: self.store.wait(others))
+            call_with_timeout(POLL_SECONDS + CAUSE_SECONDS, lambda: self.store.wait(others))
         return first
 
     def last_seen(self) -> str:
         """The last beat of each other rank."""
         others = [rank for rank in range(self.env.world) if rank != self.env.rank]
-        beats = within(EXIT_SECONDS, lambda: self._read(others)) or []
+        beats = call_with_timeout(EXIT_SECONDS, lambda: self._read(others)) or []
         now = time.time()
         return "; ".join(str(beat.failure(f"for {now - beat.since:.0f} s")) for beat in beats)
 
@@ -107,7 +107,7 @@ class Heartbeat:
             watch = now >= beat_due
             if watch:
                 beat_due = now + self.interval
-            answered = within(self.interval * MISSED, partial(self._poll, watch))
+            answered = call_with_timeout(self.interval * MISSED, partial(self._poll, watch))
             before = time.monotonic()
             if not answered and not self._over.is_set():
                 why = f"its store did not answer for {before - now:.0f} s"
@@ -188,8 +188,8 @@ def behind(beats: Sequence[Beat], still: Sequence[float], limit: float) -> int |
     return min(range(len(beats)), key=place)
 
 
-def within(seconds: float, call: Callable[[], Result]) -> Result | None:
-    """The result of `call` in a thread, or None if it fails or is late.
+def call_with_timeout(seconds: float, call: Callable[[], Result]) -> Result | None:
+    """The result of `call` in a thread, or None if it fails or takes longer.
 
     A call to the store ignores its own time limit if rank 0 is suspended.
     """

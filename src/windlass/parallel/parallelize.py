@@ -23,12 +23,12 @@ from torch.utils import checkpoint as recompute
 from windlass.errors import UserError
 from windlass.model.attention import HALF
 from windlass.model.gpt import GPT
-from windlass.model.loss import loss_tail
+from windlass.model.loss import chunk_loss
 from windlass.model.quantised import Bf16Embedding, use_float8
 from windlass.model.sharding import (
     Cut,
     Peers,
-    become,
+    add_mixin,
     blocks_of,
     is_fsdp,
     materialise,
@@ -60,7 +60,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     precision = resolve_precision(recipe.train.precision, ranks.device)
     cuts, partial = divide(model, ranks.mesh)
     if ranks.mesh.pp is not None:
-        keep_stages(model, ranks, recipe)
+        keep_stages(model, ranks.mesh, ranks.device, recipe)
     blocks = repeated_parts(model, recipe, ranks)
     if recipe.train.precision == "float8":
         use_float8(blocks, ranks.device)
@@ -72,8 +72,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         compiled = functools.partial(torch.compile, dynamic=recipe.data.ragged_ or None)
         for block in blocks:
             block.forward = compiled(block.forward)
-        for head in (m for m in model.modules() if hasattr(m, "loss_tail")):
-            head.loss_tail = compiled(loss_tail)
+        for head in (m for m in model.modules() if hasattr(m, "compiled_loss")):
+            head.compiled_loss = compiled(chunk_loss)
     sharded = ranks.strategy.shards_parameters
     low = LOW.get(precision)
     if low and (sharded or recipe.train.master == "bf16"):
@@ -186,7 +186,7 @@ def shard(
 def replicate(
     model: nn.Module, group: dist.ProcessGroup, device: torch.device, recipe: Recipe
 ) -> DistributedDataParallel:
-    # `training.state.Buffers` shares buffers after each step. torch < 2.12 has another name.
+    # `training.state.share_buffers` does that after each step. torch < 2.12 has another name.
     arguments = inspect.signature(DistributedDataParallel.__init__).parameters
     has_new_name = "forward_sync_buffers" in arguments
     sync_buffers = "forward_sync_buffers" if has_new_name else "broadcast_buffers"
@@ -217,7 +217,7 @@ def replicate(
     return wrapped
 
 
-def check_gradients_reduced(model: nn.Module) -> None:
+def check_reduced(model: nn.Module) -> None:
     """UserError if DDP still waits for a gradient; it would raise only after a wrong update."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
@@ -237,7 +237,7 @@ def check_gradients_reduced(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def sync_gradients(model: nn.Module, strategy: Strategy, last: bool) -> Iterator[None]:
-    """Around forward and backward of a micro-batch: reduce gradients after the step's `last` one.
+    """Context of a micro-batch's passes: reduces gradients after the step's `last` one.
 
     If the strategy `reduces_each`, FSDP2 adds to shards before that.
     """
@@ -291,7 +291,7 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
 
 @contextlib.contextmanager
 def varying_shapes() -> Iterator[None]:
-    """Around passes of varying shapes: compiled blocks run eagerly, attention uses no plans."""
+    """Context of passes of varying shapes: compiled blocks run eagerly, attention without plans."""
     # Importing Dynamo takes seconds; if nobody has, nothing is compiled.
     compiler = sys.modules.get("torch._dynamo")
     stance = torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()
@@ -310,8 +310,8 @@ def attention_without_plans() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def counted(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters that count in the gradient norm: a table on two stages once."""
+def owned_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters that count in the gradient norm; a table on two stages counts once."""
     stage = stage_of(model)
     copies = stage.copies if stage else ()
     named = unwrap(model).named_parameters()
@@ -341,11 +341,11 @@ def raise_tables_and_norms(model: nn.Module, device: torch.device) -> None:
         is_foreign = is_norm and not kind.__module__.startswith("windlass.")
         is_table = isinstance(module, nn.Embedding) and not isinstance(module, Bf16Embedding)
         if is_table or (is_foreign and device.type == "cpu"):
-            become(module, InFloat32)
+            add_mixin(module, InFloat32)
 
 
 class InFloat32(nn.Module):
-    """A module that raises its gathered low-precision parameters; comes before its class."""
+    """Mixin of a module that raises its gathered low-precision parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parameters = self.named_parameters()

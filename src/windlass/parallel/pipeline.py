@@ -21,11 +21,11 @@ from windlass.errors import UserError
 from windlass.model.attention import Documents, LayerCache
 from windlass.model.gpt import GPT
 from windlass.model.loss import SourceSums
-from windlass.model.sharding import become, local_part
+from windlass.model.sharding import add_mixin, local_part
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
 from windlass.parallel.context import DividedGPT
-from windlass.parallel.ranks import Ranks
+from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
 
 TICKS_KEPT = 8  # a message sent this many ticks ago is waited for, so that its memory is freed
@@ -65,8 +65,7 @@ def wait(works: list[Any]) -> None:
 class Pipeline:
     """The stages of a model, of which this rank holds number `stage`, and their messages."""
 
-    def __init__(self, model: GPT, ranks: Ranks, recipe: Recipe):
-        mesh = ranks.mesh
+    def __init__(self, model: GPT, mesh: Mesh, device: torch.device, recipe: Recipe):
         assert mesh.pp is not None
         self.group: dist.ProcessGroup = mesh.pp
         self.stage, self.stages = mesh.at["pp"], mesh.sizes.pp
@@ -79,7 +78,7 @@ class Pipeline:
         self.elsewhere = {name for name in names if not name.startswith(self.parts(self.stage))}
         # Parameters here that count, and are saved, on another rank.
         self.copies = {"embedding.weight"} if self.is_last and self.ties_head else set[str]()
-        self.device = ranks.device
+        self.device = device
         # The stream and the loss are not in bf16, even if the weights are.
         self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.width = recipe.model.width
@@ -170,7 +169,7 @@ class Pipeline:
     def shape(self, model: GPT, tokens: Tensor, has_labels: bool = True) -> tuple[int, int, int]:
         rows, length = tokens.shape
         if isinstance(model, DividedGPT):
-            length = len(model.part(length, has_labels, torch.device("cpu")).stream)
+            length = len(model.part(length, has_labels, torch.device("cpu")).stream_columns)
         return rows, length, self.width
 
     def sum_gradients(self, model: StagedGPT) -> None:
@@ -216,12 +215,12 @@ class StagedGPT(GPT):
             hidden = pipe.empty(pipe.shape(self, tokens, labels is not None))
             wait(pipe.post([], [(hidden, pipe.stage - 1)]))
         layers = pipe.layers[pipe.stage]
-        here = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
-        x = self.begin(here)[0] if hidden is None else hidden
-        x = self.through(x, layers, here, cache)
+        inputs = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
+        x = self.embed(inputs)[0] if hidden is None else hidden
+        x = self.run_blocks(x, layers, inputs, cache)
         if pipe.is_last:
             table = self.embedding.weight if self.settings.tie_head else None
-            x = self.end(x, here, table, cache, by_source)
+            x = self.apply_head(x, inputs, table, cache, by_source)
         if trains:
             return x
         x = x.to(pipe.dtype).contiguous()
@@ -233,11 +232,11 @@ class StagedGPT(GPT):
         return x
 
 
-def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
+def keep_stages(model: nn.Module, mesh: Mesh, device: torch.device, recipe: Recipe) -> None:
     """Keep this rank's stage of a model, in place. Parameters keep their names. UserError if
     nothing is trained in a stage."""
     assert isinstance(model, GPT)  # the recipe rejects others
-    pipe = Pipeline(model, ranks, recipe)
+    pipe = Pipeline(model, mesh, device, recipe)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     for stage in range(pipe.stages):
         if not any(name.startswith(pipe.parts(stage)) for name in trained):
@@ -250,7 +249,7 @@ def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     for number in range(recipe.model.layers):
         if f"blocks.{number}." not in present:
             delattr(model.blocks, str(number))
-    become(model, StagedGPT)
+    add_mixin(model, StagedGPT)
     model.pipeline = pipe  # type: ignore[assignment]
 
 

@@ -1,6 +1,6 @@
 """Tensor parallelism (arXiv 1909.08053) of our GPT and of models of `transformers`, by a plan.
 
-A cut parameter becomes a plain tensor, this rank's part. A divided module gets a subclass with the
+A cut parameter becomes a plain tensor, this rank's part. A divided module gets a mixin with the
 collectives. In our GPT ranks also divide the residual stream along time (arXiv 2205.05198).
 
 Legend: B batch, T time, D model width, V vocabulary.
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from windlass.model.gpt import GPT
 from windlass.model.hf_network import SHARED, tensor_plan
-from windlass.model.loss import Piece
+from windlass.model.loss import VocabShard
 from windlass.model.quantised import product_dtype, raised
-from windlass.model.sharding import Cut, Peers, become
+from windlass.model.sharding import Cut, Peers, add_mixin
 from windlass.parallel.collectives import Copy, Gather, Scatter, Sum, gather
 from windlass.parallel.context import DividedBlock, DividedGPT
 
 GPT_PLAN = {
-    "attn": "entrance",
-    "ff": "entrance",
+    "attn": "input",
+    "ff": "input",
     "attn.qkv": "qkv_colwise",
     "attn.out": "rowwise",
     "ff.gate": "colwise",
@@ -37,83 +37,83 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("gate", "
 """Layers of one module that read the same tensor."""
 
 
-class Entrance:
+class SharedInput:
     """Gathers an input once for sibling layers, so that its gradient is reduced once. It serves
     models of `transformers`, in which other layers may read the same input."""
 
     def __init__(self, readers: int):
         self.readers, self.left = readers, 0
-        self.given: Tensor | None = None
-        self.entered: Tensor | None = None
+        self.source: Tensor | None = None
+        self.gathered: Tensor | None = None
 
-    def __call__(self, x: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.entered is None or self.given is not x:
-            self.given, self.entered, self.left = x, enter(x), self.readers
-        y = self.entered
+    def __call__(self, x: Tensor, gather_input: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.gathered is None or self.source is not x:
+            self.source, self.gathered, self.left = x, gather_input(x), self.readers
+        y = self.gathered
         self.left -= 1
         if not self.left:
-            self.given = self.entered = None
+            self.source = self.gathered = None
         return y
 
 
-class Part(nn.Module):
-    """A module with this rank's part of its parameters; comes before the module's own class."""
+class DividedModule(nn.Module):
+    """Mixin of a module that holds this rank's part of its parameters."""
 
     tensor: Peers
     sequence: bool  # ranks divide the residual stream along time, in training
-    entrance: Entrance
-    held: range  # this rank's part of the dimension that is cut
-    whole: int  # the size of that dimension
+    shared_input: SharedInput
+    own_range: range  # of the dimension that is cut, on this rank
+    full_size: int  # of that dimension
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Before matrices cut by outputs: the whole stream [B, T, D] on each rank."""
+    def gather_input(self, x: Tensor) -> Tensor:
+        """The whole stream [B, T, D] on each rank, for matrices that are cut by outputs."""
         x = x.to(product_dtype(x))  # the matrices would round it anyway
         if self.sequence and self.training:
             return Gather.apply(x, 1, self.tensor)  # type: ignore[no-any-return]
         return Copy.apply(x, self.tensor)  # type: ignore[no-any-return]
 
-    def leave(self, x: Tensor) -> Tensor:
-        """After matrices cut by inputs: the sum over the ranks of [B, T, D], as a stream."""
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """The sum of [B, T, D] over the ranks, after matrices that are cut by inputs."""
         if self.sequence and self.training:
             return Scatter.apply(x, 1, self.tensor)  # type: ignore[no-any-return]
         return Sum.apply(x, self.tensor)  # type: ignore[no-any-return]
 
 
-class Entering(Part):
+class DividedInput(DividedModule):
     """A module whose parts read only its input, which is gathered once for all of them."""
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
-        return super().forward(self.enter(x), *args)  # type: ignore[no-any-return]
+        return super().forward(self.gather_input(x), *args)  # type: ignore[no-any-return]
 
 
-class Columns(Part):
+class ColumnParallel(DividedModule):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.entrance(x, self.enter))  # type: ignore[no-any-return]
+        return super().forward(self.shared_input(x, self.gather_input))  # type: ignore[no-any-return]
 
 
-class Rows(Part):
+class RowParallel(DividedModule):
     """A linear layer of some of its inputs; the whole bias is added to the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         module: Any = self
-        y = self.leave(F.linear(x, raised(module.weight, x)))
+        y = self.reduce_output(F.linear(x, raised(module.weight, x)))
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
 
-class DividedEmbedding(Part):
+class DividedEmbedding(DividedModule):
     def forward(self, tokens: Tensor) -> Tensor:
-        elsewhere = (tokens < self.held.start) | (tokens >= self.held.stop)
-        x = super().forward((tokens - self.held.start).masked_fill(elsewhere, 0))
-        return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        elsewhere = (tokens < self.own_range.start) | (tokens >= self.own_range.stop)
+        x = super().forward((tokens - self.own_range.start).masked_fill(elsewhere, 0))
+        return self.reduce_output(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
-class DividedHead(Part):
+class DividedHead(DividedModule):
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         y: Tensor = super().forward(x, *args)
         if y.dim() == 0:
             return y
         ranks = [self.tensor._replace(rank=rank) for rank in range(self.tensor.size)]
-        sizes = [len(one.piece(self.whole)) for one in ranks]
+        sizes = [len(one.own_range(self.full_size)) for one in ranks]
         padded = F.pad(y.detach(), (0, max(sizes) - y.shape[-1]))
         parts = gather(padded, -1, self.tensor).split(max(sizes), dim=-1)
         return torch.cat([part[..., :n] for part, n in zip(parts, sizes, strict=True)], -1)
@@ -131,7 +131,7 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None) -> tuple
     m.__class__ = DividedGPT
     m.tensor_ranks, m.context_ranks = tensor, context
     for block in model.blocks if model.settings.dropout else ():
-        become(block, DividedBlock)
+        add_mixin(block, DividedBlock)
     if tensor is None:
         return {}, set()
     divider = Divider(model, tensor, sequence=True)
@@ -141,7 +141,7 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None) -> tuple
         attn: Any = block.attn
         attn.heads, attn.kv_heads = attn.heads // tensor.size, attn.kv_heads // tensor.size
     divider.cut_vocabulary("embedding", DividedEmbedding, model.vocab)
-    model.head.piece = divider.cut_vocabulary("head", DividedHead, model.vocab)
+    model.head.vocab_shard = divider.cut_vocabulary("head", DividedHead, model.vocab)
     cuts = divider.keep_parts()
     return cuts, {name for name, _ in model.named_parameters()} - cuts.keys()
 
@@ -160,9 +160,9 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
     if model.head_form is not None and isinstance(embedding, nn.Embedding):
         names = {module: name for name, module in divider.modules.items()}
         divider.cut_vocabulary(names[embedding], DividedEmbedding, len(embedding.weight))
-        padding, held = embedding.padding_idx, embedding.held  # padding's row gets no gradient
-        embedding.padding_idx = padding - held.start if padding in held else None
-        model.piece = divider.cut_vocabulary(names[head], DividedHead, len(head.weight))
+        padding, own = embedding.padding_idx, embedding.own_range  # padding's row gets no gradient
+        embedding.padding_idx = padding - own.start if padding in own else None
+        model.vocab_shard = divider.cut_vocabulary(names[head], DividedHead, len(head.weight))
     return {f"model.{name}": cut for name, cut in divider.keep_parts().items()}, partial
 
 
@@ -171,58 +171,57 @@ class Divider:
         self.network, self.tensor, self.sequence = network, tensor, sequence
         self.modules, self.cuts = dict(network.named_modules()), Cuts()
 
-    def style(self, module: nn.Module, part: type[Part]) -> Any:
+    def style(self, module: nn.Module, mixin: type[DividedModule]) -> Any:
         divided: Any = module
         divided.tensor, divided.sequence = self.tensor, self.sequence
-        become(module, part)
+        add_mixin(module, mixin)
         return divided
 
     def apply(self, plan: dict[str, str]) -> None:
-        """Divide linear layers by their styles; readers of the same input share an entrance."""
-        entrances: dict[tuple[str, ...], Entrance] = {}
+        """Divide linear layers by their styles; readers of the same input gather it once."""
+        shared_inputs: dict[tuple[str, ...], SharedInput] = {}
         for name, style in plan.items():
             if style == SHARED:
                 continue
-            if style == "entrance":
-                self.style(self.modules[name], Entering)
+            if style == "input":
+                self.style(self.modules[name], DividedInput)
                 continue
             if style == "rowwise":
-                module = self.style(self.modules[name], Rows)
+                module = self.style(self.modules[name], RowParallel)
                 size = module.weight.shape[1]
-                part = self.pieces((size,))
+                part = self.own_ranges((size,))
                 self.cuts[f"{name}.weight"] = Cut(1, size, part, self.tensor)
                 continue
             owner, _, last = name.rpartition(".")
             module = self.modules[name]
-            if plan.get(owner) != "entrance":
+            if plan.get(owner) != "input":
                 siblings = next((group for group in SIBLINGS if last in group), (last,))
                 names = (f"{owner}.{other}" for other in siblings)
                 readers = tuple(reader for reader in names if reader in plan)
-                entrance = entrances.setdefault(readers, Entrance(len(readers)))
-                self.style(module, Columns).entrance = entrance
+                shared_input = shared_inputs.setdefault(readers, SharedInput(len(readers)))
+                self.style(module, ColumnParallel).shared_input = shared_input
             size = module.weight.shape[0]
             stacked = style == "qkv_colwise"
             sizes = self.network.matrix_parts(f"{name}.weight") if stacked else (size,)
-            part = self.pieces(sizes)
+            part = self.own_ranges(sizes)
             self.cuts[f"{name}.weight"] = Cut(0, size, part, self.tensor)
             if module.bias is not None:
                 self.cuts[f"{name}.bias"] = Cut(0, size, part, self.tensor)
 
-    def pieces(self, sizes: Sequence[int]) -> tuple[range, ...]:
+    def own_ranges(self, sizes: Sequence[int]) -> tuple[range, ...]:
         """This rank's rows of each of the matrices that are stacked in one."""
         starts = itertools.accumulate((0, *sizes))
-        pieces = map(self.tensor.piece, sizes)
-        pairs = zip(starts, pieces, strict=False)
-        return tuple(range(start + piece.start, start + piece.stop) for start, piece in pairs)
+        pairs = zip(starts, map(self.tensor.own_range, sizes), strict=False)
+        return tuple(range(start + own.start, start + own.stop) for start, own in pairs)
 
-    def cut_vocabulary(self, name: str, part: type[Part], vocab: int) -> Piece:
+    def cut_vocabulary(self, name: str, mixin: type[DividedModule], vocab: int) -> VocabShard:
         """Cut an embedding or a head by vocabulary; returns what the loss needs to know."""
-        module = self.style(self.modules[name], part)
-        module.whole, module.held = vocab, self.tensor.piece(vocab)
+        module = self.style(self.modules[name], mixin)
+        module.full_size, module.own_range = vocab, self.tensor.own_range(vocab)
         for key, _ in module.named_parameters(recurse=False):
-            self.cuts[f"{name}.{key}"] = Cut(0, vocab, (module.held,), self.tensor)
+            self.cuts[f"{name}.{key}"] = Cut(0, vocab, (module.own_range,), self.tensor)
         most = -(-vocab // self.tensor.size)
-        return Piece(self.tensor.group, module.held.start, most, module.enter)
+        return VocabShard(self.tensor.group, module.own_range.start, most, module.gather_input)
 
     def keep_parts(self) -> Cuts:
         """Replace parameters by this rank's parts; tied ones stay tied."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from windlass.errors import by_text, plural
+from windlass.ledger import ENDINGS
 from windlass.reports.law import LawView
 from windlass.reports.study import DESCRIPTIONS, StudyView
 from windlass.reports.view import RunView
-from windlass.run import ENDINGS
 from windlass.study.results import BITS, NO_BEST, common_measure
 from windlass.telemetry.measures import LOSS, show, title_of
 

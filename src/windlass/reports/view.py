@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.errors import plural
+from windlass.ledger import STARTS, Line, effective, read_lines, timestamp
 from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
-from windlass.run import STARTS, Line, Run, effective, read_lines, timestamp
+from windlass.run import Run
 from windlass.study.results import RunNumbers, Value, number, validation_data
 from windlass.telemetry.measures import DEVICE, LOSS, show
 from windlass.variables import scrub

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from windlass.errors import UserError, plural
 from windlass.estimate.calendar import resolve_steps
 from windlass.fileio import read_json
+from windlass.ledger import STARTS, Line, effective, last_start, read_lines, timestamp
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import NON_SEMANTIC, Recipe
 from windlass.recipe.strategies import Sizes
-from windlass.run import STARTS, Line, Run, effective, last_start, read_lines, timestamp
+from windlass.run import Run
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
 from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, LOSS, RUN, of_eval
 from windlass.telemetry.summary import (

@@ -19,11 +19,12 @@ from windlass.errors import plural
 from windlass.estimate.devices import NO_PEAK
 from windlass.estimate.rank import flops_of_run
 from windlass.fileio import read_json
+from windlass.ledger import STARTS, Line, timestamp
 from windlass.processes import STEP_PHASES
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import NO_LAYOUT, Sizes
-from windlass.run import STARTS, Line, Run, timestamp
+from windlass.run import Run
 from windlass.study.grid import AXES_ONLY, Assignment, Cell, short_names
 from windlass.study.results import CellResult
 from windlass.study.study import Scaling, Study

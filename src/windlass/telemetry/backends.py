@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from windlass.ledger import ENDINGS
 from windlass.recipe.settings import TelemetrySettings
-from windlass.run import ENDINGS, Run
+from windlass.run import Run
 from windlass.variables import scrub
 
 PROJECT = str(TelemetrySettings.model_fields["project"].default)

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from windlass.run import Line
+from windlass.ledger import Line, now
 from windlass.telemetry import terminal
-from windlass.telemetry.ledger import now
 from windlass.telemetry.measures import EVAL, LOSS, TRAIN, Shown, of_source, show
 
 LEGEND = (

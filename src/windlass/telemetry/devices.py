@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from windlass.ledger import encode, now, read_lines
 from windlass.processes import nvml_handle
-from windlass.run import Run, read_lines
-from windlass.telemetry.ledger import encode, now
+from windlass.run import Run
 
 MB = 1e6
 SECONDS = 1.0  # between two samples

@@ -21,7 +21,7 @@ from windlass import __version__
 from windlass.errors import EXTRAS, plural
 from windlass.fileio import write_atomic
 from windlass.launch.schedulers import SCHEDULERS, find_job
-from windlass.telemetry.ledger import now
+from windlass.ledger import now
 from windlass.variables import HIDDEN, SECRET_NAME, scrub
 
 PACKAGES = (

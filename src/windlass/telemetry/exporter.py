@@ -23,8 +23,9 @@ from typing import Any
 
 from windlass.errors import first_line
 from windlass.fileio import acquire_lock
+from windlass.ledger import PLACE, STARTS, Line, decode, effective, last_start, timestamp
 from windlass.recipe import flatten
-from windlass.run import PLACE, STARTS, Line, Run, decode, effective, last_start, timestamp
+from windlass.run import Run
 from windlass.telemetry.backends import BACKENDS, Point
 from windlass.telemetry.measures import DEVICE, LOSS, TRAIN, of_eval, of_source
 from windlass.variables import scrub

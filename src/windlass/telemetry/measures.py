@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from windlass.ledger import PLACE
 from windlass.recipe.settings import LOSS_SUITE
-from windlass.run import PLACE
 from windlass.variables import scrub
 
 LOSS = LOSS_SUITE  # as a measure: the suite's number of the same name

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from windlass.run import STARTS, Line
+from windlass.ledger import STARTS, Line
 from windlass.telemetry.measures import LOSS, PHASES, lower_is_better
 
 SAME_ITEMS = ("samples", "items", "items_hash")  # identify the items that an `eval` line measured

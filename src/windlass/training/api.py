@@ -168,11 +168,10 @@ def launch_ranks(
     start.recipe.check_packages()
     with StopSignals():
         prepare(start.recipe, resuming=start.from_checkpoint)
-    before = os.environ.get(QUIET_END)
+    is_ours = QUIET_END not in os.environ
     os.environ[QUIET_END] = "1"
     try:
         return launch([*WINDLASS, *command], world, max_restarts)
     finally:
-        os.environ.pop(QUIET_END)
-        if before:
-            os.environ[QUIET_END] = before
+        if is_ours:
+            del os.environ[QUIET_END]

@@ -50,8 +50,8 @@ class BadSteps:
         self.settings, self.scaler, self.deferred = settings, scaler, deferred
         # Whether no update follows a bad step until the host has looked.
         self._hold_updates = settings.on_nonfinite == "stop" and not scaler.enabled
-        # Of each step since the last look, on the device [2]: whether its update was skipped, and
-        # whether this rank's loss was not finite
+        # An entry [2] on the device for each step since the last look: whether its update was
+        # skipped, and whether this rank's loss was not finite
         self._flags = list[Tensor]()
 
     def observe(self, loss: Tensor, grad_norm: Tensor, zero: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def decide_nonfinite(
     counts: Counts, bad_ranks: list[int], step: int, settings: TrainSettings, fp16: bool
 ) -> tuple[str, str]:
     """`skip` or `stop` after bad steps up to `step`, by `train.on_nonfinite`; and why.
-    In fp16 an overflow of the gradient alone halves the loss scale and skips the step.
+    In fp16 an overflow of only the gradient halves the loss scale and skips the step.
     `bad_ranks`: whose loss is not finite."""
     where, problem = f"up to step {step}", "gradient not finite (every rank's loss is finite)"
     if bad_ranks:

@@ -85,14 +85,14 @@ class EvaluationEvent(Event):
 
 @dataclass
 class SaveEvent(Event):
-    """After a committed save. `step` is the checkpoint's: the run may be past it."""
+    """A committed save. `step` is the checkpoint's: the run may be past it."""
 
     path: Path
 
 
 class Callback:
     """A user's code in a training: subclass it and override what you need. Every rank calls
-    `on_step` and `on_evaluation`, because all ranks compute a sharded model; rank 0 alone calls
+    `on_step` and `on_evaluation`, because all ranks compute a sharded model; only rank 0 calls
     `on_save`."""
 
     def on_step(self, event: StepEvent) -> None: ...
@@ -104,7 +104,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class UserCode:
-    """What `train` was given beside a recipe; without a model or data they are the recipe's."""
+    """What `train` was given besides a recipe; without a model or data they are the recipe's."""
 
     model: nn.Module | None = None
     data: Any = None  # `windlass.Data`

@@ -22,9 +22,10 @@ from windlass.checkpoint.format import Checkpoint
 from windlass.data.shards import Index
 from windlass.errors import UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
+from windlass.ledger import read_lines
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, typed
-from windlass.run import LOCK, OCCUPIED, Run, read_lines
+from windlass.run import LOCK, OCCUPIED, Run
 from windlass.telemetry.console import Console
 from windlass.training.start import Start, candidate_checkpoints, job_id
 
@@ -101,13 +102,12 @@ class RunDirectory:
 
     def write_settings(self) -> None:
         """Record the settings that a resume has changed; every rank calls it."""
-        path, recipe = self.run.path, self.start.recipe
-        self.ranks.decide(
-            "settings",
-            lambda: choose.record(
-                path, choose.read_lineage(path) or choose.Lineage(), recipe, Files()
-            ),
-        )
+
+        def write() -> None:
+            lineage = choose.read_lineage(self.run.path) or choose.Lineage()
+            choose.record(self.run.path, lineage, self.start.recipe, Files())
+
+        self.ranks.decide("settings", write)
 
 
 def write_start(start: Start, checkpoint: Checkpoint | None, files: Files | None = None) -> None:

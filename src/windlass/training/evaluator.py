@@ -44,7 +44,7 @@ class Evaluator:
     recorder: Recorder
     suites: Suites
     model: nn.Module
-    average: Average  # is measured beside the model
+    average: Average  # is measured along with the model
     stop: StopSignals  # a signal interrupts a measurement
 
     def __post_init__(self) -> None:

@@ -41,9 +41,8 @@ def report_start(
         facts["mixture"] = shares_of_run(trainer.mixture, horizon)
     console.header(header(recorder, network, batch, facts, launch), state.step)
     console.log(places)
-    for text in (*warnings, *data_warnings(facts)):
-        if text:
-            console.warning(text)
+    for text in filter(None, (*warnings, *data_warnings(facts))):
+        console.warning(text)
     event: dict[str, Any] = {
         "world": ranks.world,
         "strategy": ranks.strategy.name,
@@ -75,10 +74,8 @@ def report_start(
         text = f"memory ran out: train.micro_batch={recorded} from here on"
         recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=recorded)
     if start.changes:
-        changes = [
-            f"{key} {typed(old)} -> {typed(new)}" for key, (old, new) in start.changes.items()
-        ]
-        text = f"settings changed: {', '.join(changes)}"
+        changed = (f"{k} {typed(old)} -> {typed(new)}" for k, (old, new) in start.changes.items())
+        text = f"settings changed: {', '.join(changed)}"
         recorder.emit("settings_changed", text, settings=start.changes)
 
 

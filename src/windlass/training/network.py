@@ -29,7 +29,7 @@ from windlass.model.attention import Documents, takes_documents
 from windlass.model.build import build_model, own_module, sizes_of
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, use_liger
-from windlass.model.modes import evaluating, keeping_modes, scalar, set_training
+from windlass.model.modes import evaluating, keeping_modes, scalar_loss, set_training
 from windlass.model.quantised import lower_trained
 from windlass.model.sharding import unwrap
 from windlass.model.size import flops_per_token
@@ -83,9 +83,8 @@ class Network:
         elif is_hf or recipe.model.freeze:
             self.flops_per_token = self.sizes.flops_per_token()
         else:
-            attended = (
-                getattr(data.train, "attended", None) if masks_documents(data.train) else None
-            )
+            masked = masks_documents(data.train)
+            attended = getattr(data.train, "attended", None) if masked else None
             self.flops_per_token = flops_per_token(recipe.model, self.sizes.vocab, attended)
         if is_hf and not self.is_own:
             self.origin = {"model": hf_files.describe_origin(model)}
@@ -181,7 +180,7 @@ def check_loss_is_a_sum(model: nn.Module, samples: Samples, ranks: Ranks, recipe
     ]
     try:
         with trial(model, recipe, ranks.device):
-            whole, *parts = [float(scalar(unwrap(model)(*given))) for given in passes]
+            whole, *parts = [float(scalar_loss(unwrap(model)(*given))) for given in passes]
     except UserError:
         raise
     except Exception as error:

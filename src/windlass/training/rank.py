@@ -23,6 +23,7 @@ from windlass.estimate.devices import USABLE, Device, peak_flops
 from windlass.estimate.inputs import layout_on
 from windlass.evaluation.suites import Suites
 from windlass.fileio import read_json
+from windlass.ledger import STARTS
 from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.model.sharding import unwrap
 from windlass.optim.average import Average
@@ -32,7 +33,6 @@ from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision
 from windlass.parallel.ranks import Ranks, init_store
 from windlass.recipe import BatchPlan, Horizon, Recipe
-from windlass.run import STARTS
 from windlass.telemetry.console import Console
 from windlass.training.bad_steps import SMALLER
 from windlass.training.callbacks import Callbacks, UserCode

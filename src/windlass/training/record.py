@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from windlass.data.mixture import Mixture
+from windlass.ledger import Ledger, last_start, read_lines
 from windlass.parallel.collectives import sum_over_ranks
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, Recipe
-from windlass.run import Run, last_start, read_lines
+from windlass.run import Run
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
-from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import LOSS
 from windlass.telemetry.summary import (
     Scores,
@@ -141,7 +141,7 @@ class Recorder:
         """Add the losses of the steps since the last call to the counters, in the order of the
         steps. Waits for the device; all ranks call it."""
         if self._losses:
-            losses = sum_over_ranks(torch.stack(self._losses), self.ranks)
+            losses = sum_over_ranks(torch.stack(self._losses), self.ranks.mesh)
             for loss in filter(math.isfinite, losses.tolist()):
                 self.state.loss_sum += loss
                 self.state.losses += 1

@@ -36,7 +36,7 @@ class Saver(Writer):
         scaler: LossScaler,
         average: Average,
         *,
-        meta: dict[str, Any],  # in every checkpoint, beside its reason
+        meta: dict[str, Any],  # in every checkpoint, with its reason
         base: Base | None,  # of weights that no checkpoint has
         checkpoint: Checkpoint | None,  # the state comes from it
         attempt: str,  # the name of this start
@@ -62,7 +62,7 @@ class Saver(Writer):
             self.newest = self.committed = self.state.step
 
     def save(self, reason: str = PERIODIC) -> None:
-        """Begin to save; before the state changes, `settle` is called."""
+        """Begin to save; before the state changes, `finish_staging` is called."""
         state, recorder = self.state, self.recorder
         recorder.ledger.check()
         reason = FINAL if state.step == recorder.horizon.steps else reason  # is never deleted
@@ -81,7 +81,7 @@ class Saver(Writer):
             meta = self.meta | {"reason": reason}
             self.write(state.step, shard, asdict(state), meta, recorder.scores)
             if self.is_own:
-                self.settle()
+                self.finish_staging()
 
     def finish(self, timeout: float | None = None) -> None:
         """Wait, at most `timeout` seconds, for the saves."""
@@ -117,7 +117,7 @@ class Saver(Writer):
                 if save.warning:
                     recorder.console.warning(save.warning)
                 report_saved(save.write_s + save.staged_s)  # to a batch job
-                self.settle()  # a callback may change what it gets
+                self.finish_staging()  # a callback may change what it gets
                 self.callbacks.saved(step, save.path)
 
     def stop_run(self, stop: StopSignals) -> bool:

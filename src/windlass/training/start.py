@@ -16,13 +16,14 @@ from windlass.checkpoint.choose import candidates, named_candidates, read_lineag
 from windlass.checkpoint.format import checkpoints_in, read_checkpoint, step_dir
 from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
+from windlass.ledger import last_start
 from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe
 from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.units import EPOCHS
-from windlass.run import LOCK, Run, last_start
+from windlass.run import LOCK, Run
 
 # A branch may change settings with these prefixes; model, data, seed and batch stay. The
 # fingerprint of the data rejects other sources in a mixture.

@@ -1,4 +1,4 @@
-"""The state of a training beside weights and optimizer: counters, fp16's loss scale, buffers."""
+"""A training's state besides weights and optimizer: counters, fp16's loss scale, buffers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LossScaler:
             state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good_steps)
 
     def update(self, bad: Tensor) -> None:
-        """After a step; `bad` is 1.0 if it overflowed."""
+        """Adapt the scale after a step; `bad` is 1.0 if it overflowed."""
         if self.scale is None:
             return
         overflow, good = bad > 0, self.good_steps + 1

@@ -24,11 +24,11 @@ from windlass.data.mixture import Mixture
 from windlass.errors import RunFailed, Stopped, UserError, first_line
 from windlass.model.attention import documents_of
 from windlass.model.gpt import seed_generators
-from windlass.model.modes import scalar
+from windlass.model.modes import scalar_loss
 from windlass.optim.average import Average
 from windlass.optim.schedule import lr_multiplier, set_lr
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import autocast, check_gradients_reduced, counted, sync_gradients
+from windlass.parallel.parallelize import autocast, check_reduced, owned_parameters, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan
@@ -92,7 +92,7 @@ class Trainer:
         deferred = check_is_deferred(device, self.optimizer, offload)
         self.bad_steps = BadSteps(self.recorder, self.recipe.train, self.scaler, deferred)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.counted = counted(self.model)
+        self.owned_parameters = owned_parameters(self.model)
 
     def run(self) -> None:
         """Train to the last step and write the summary; raises Stopped if a signal ends it."""
@@ -103,14 +103,14 @@ class Trainer:
             elif self.loop():
                 self.finish()
         except BaseException as error:
-            with contextlib.suppress(Exception):  # no collective in here
+            with contextlib.suppress(Exception):  # no collective in here; `on_save` may fail, too
                 if isinstance(error, Exception):  # a save in progress is good
                     others_live = self.ranks.world == 1 or isinstance(error, UserError)
                     limit = max(FAILING_SAVE_SECONDS, 2 * (self.saver.last_seconds or 0.0))
                     self.saver.finish(None if others_live else limit)
-                if not isinstance(error, Stopped):
-                    phase = self.ranks.status.phase
-                    self.recorder.emit("failed", reason=first_line(error), phase=phase)
+            if not isinstance(error, Stopped):
+                phase = self.ranks.status.phase
+                self.recorder.emit("failed", reason=first_line(error), phase=phase)
             raise
 
     def begin(self) -> None:
@@ -154,7 +154,7 @@ class Trainer:
                 # All ranks act on these after the same step; gloo exchanges them meanwhile.
                 callback_stops = bool(self.callbacks.stop_reason)
                 flags = collectives.max_async(
-                    [self.stop.requested, self.saver.failures, callback_stops], ranks
+                    [self.stop.requested, self.saver.failures, callback_stops], ranks.mesh
                 )
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 recorder.profile.begin(state.step + 1)
@@ -184,7 +184,7 @@ class Trainer:
                 if due or not self.bad_steps.deferred:
                     self.bad_steps.decide()
                 if log_due or self.callbacks.see_steps:
-                    collectives.sum_over_ranks(result.loss, ranks)  # in place
+                    collectives.sum_over_ranks(result.loss, ranks.mesh)  # in place
                 lr = recipe.optim.lr * multiplier
                 self.callbacks.stepped(lr, batch, result)
                 if log_due:
@@ -216,7 +216,7 @@ class Trainer:
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         local_counts = [batch.valid_tokens, batch.unpadded_tokens, positions]
-        counts = collectives.count_async(local_counts, ranks)
+        counts = collectives.count_async(local_counts, ranks.mesh)
         dtype = torch.float64 if self.recipe.train.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
@@ -233,7 +233,7 @@ class Trainer:
                     result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
                 if not has_loss:  # hidden states for the next stage
                     return result  # type: ignore[no-any-return]
-                result = scalar(result) / max(1, counts.wait()[0])
+                result = scalar_loss(result) / max(1, counts.wait()[0])
             loss.add_(result.detach())
             return result if scale is None else result * scale
 
@@ -259,16 +259,16 @@ class Trainer:
 
     def update(self, step: int, loss: torch.Tensor, lr_multiplier: float) -> torch.Tensor:
         """Clip and update, unless the step is bad; returns the gradient norm."""
-        check_gradients_reduced(self.model)
+        check_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale
-        collectives.sum_over_tensor_ranks(self.parameters, ranks)
-        grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks)
+        collectives.sum_over_tensor_ranks(self.parameters, ranks.mesh)
+        grad_norm, zero = collectives.norm_and_sum(self.owned_parameters, loss * 0, ranks.mesh)
         grad_norm = grad_norm if scale is None else grad_norm / scale
         bad = self.bad_steps.observe(loss, grad_norm, zero)
         if self.bad_steps.deferred:  # the device makes no update if it is 1
             self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-        self.saver.settle()
+        self.saver.finish_staging()
         if self.bad_steps.deferred or not bool(bad):
             # The update itself divides the gradients, to clip them and by the loss scale.
             divisor = torch.clamp((grad_norm + 1e-6) / (clip or math.inf), min=1.0)
@@ -302,14 +302,14 @@ class Trainer:
         """Measure the suites, and save the model if it is the best so far; False, with nothing
         written, if a stop interrupted it."""
         step, recorder = self.state.step, self.recorder
-        self.saver.settle()  # an evaluation of averaged weights exchanges them
+        self.saver.finish_staging()  # an evaluation of averaged weights exchanges them
         scores = self.evaluator.measure()
         if scores is None:
             return False
         unsaved = step and self.recipe.checkpoint.keep_best and self.saver.newest != step
         if unsaved and recorder.scores.best_step == step:
             self.saver.save(BEST)
-            self.saver.settle()  # a callback may change what it gets
+            self.saver.finish_staging()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
         return True
 

@@ -6,9 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from windlass.run import read_lines
-from windlass.telemetry import ledger as module
-from windlass.telemetry.ledger import Ledger, encode
+from windlass import ledger as module
+from windlass.ledger import Ledger, encode, read_lines
 
 
 def test_non_finite_numbers_are_words_which_are_read_back_but_not_in_texts(tmp_path):

@@ -1,5 +1,7 @@
-"""The ledger `metrics.jsonl`: JSON lines that rank 0 appends. A full disk never stops the run: an
-unwritten line waits in memory. Each line is one `write`, so a kill tears at most the last one.
+"""The ledger `metrics.jsonl`: rank 0 appends JSON lines, and readers get each step once. No torch.
+
+A full disk never stops the run: an unwritten line waits in memory. Each line is one `write`, so a
+kill tears at most the last one.
 """
 
 from __future__ import annotations
@@ -8,14 +10,19 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from windlass.errors import RunFailed
-from windlass.run import Line
 
+Line = dict[str, Any]
+"""A line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and further fields."""
+PLACE = ("kind", "step", "time", "attempt", "suite", "epoch", "samples_trained")
+"""Fields that say where in the run a line belongs."""
+STARTS = ("started", "resumed", "branched")
+ENDINGS = ("finished", "stopped", "preempted", "failed")
 STAMPED = ("train", "event", "summary")  # kinds of lines with the wall time by phase
 
 
@@ -106,3 +113,61 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+def decode(line: Line) -> Line:
+    """A line with floats for the words NaN, Infinity and -Infinity, because JSON lacks these."""
+    if line.get("kind") in ("event", "sample"):  # lines of text
+        return line
+    words = ("NaN", "Infinity", "-Infinity")
+    return {key: float(value) if value in words else value for key, value in line.items()}
+
+
+def timestamp(line: Line) -> float:
+    """When a line was written, in seconds since 1970."""
+    return datetime.fromisoformat(line["time"]).timestamp()
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """All whole lines of a ledger, decoded; none without the file."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.split("\n"):
+        with contextlib.suppress(ValueError):
+            x = json.loads(line)
+            if isinstance(x, dict) and "kind" in x and isinstance(x.get("step"), int):
+                yield decode(x)
+
+
+def effective(lines: Iterable[Line]) -> list[Line]:
+    """The ledger as if no kill had happened, in the order of the steps.
+
+    An attempt that starts at step *s* does the steps after *s* again, so it replaces their lines.
+    If one step has two lines of the same kind, suite and index, the last one counts. Events of
+    starting and ending stay.
+    """
+    valid, attempt = list[Line](), 0
+    for line in lines:
+        number = int(line.get("attempt", attempt))
+        if number > attempt or (line["kind"] == "event" and line.get("event") == "resumed"):
+            attempt = number
+            valid = [x for x in valid if x["step"] <= line["step"] or _is_permanent(x)]
+        valid.append(line)
+    last: dict[tuple[Any, ...], int] = {}
+    for index, line in enumerate(valid):
+        identity = (line["kind"], line["step"], *map(line.get, ("suite", "event", "index")))
+        last[(*identity, index) if _is_permanent(line) else identity] = index
+    return [valid[i] for i in sorted(last.values(), key=lambda i: (valid[i]["step"], i))]
+
+
+def last_start(ledger: Iterable[Line]) -> Line:
+    """The event of the last start by attempt, with the fields of earlier starts that it lacks."""
+    starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in STARTS]
+    merged: Line = {}
+    for line in sorted(starts, key=lambda line: int(line.get("attempt", 0))):
+        merged |= line
+    return merged
+
+
+def _is_permanent(line: Line) -> bool:
+    # an event that a later attempt does not repeat, such as a start or an end
+    return line["kind"] == "event" and line.get("event") != "checkpoint"
