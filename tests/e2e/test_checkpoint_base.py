@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))
 from harness import train_on_ranks
 
 import hf_fixtures
+from forked import launch
 from helpers import curve, refused, windlass
 from windlass import evaluate, generate, load_model, train
 from windlass.checkpoint.base import frozen_weights
@@ -287,6 +288,32 @@ def test_other_ranks_and_strategies_continue_it(
     assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=tolerance)
     (last,) = {step.name for step in run.checkpoints_dir.iterdir()} - {"step-00000002"}
     assert at(run).manifest.base == at(first, 2).manifest.base and last == "step-00000004"
+
+
+@pytest.mark.dist
+def test_two_ranks_with_a_base_in_bf16_have_the_losses_of_one(base: Path) -> None:
+    exact = "train.precision=fp64"
+    straight = train(recipe(base, "straight", exact, **KINDS["bf16"]))
+    run = train_on_ranks(recipe(base, "run", exact, "parallel.strategy=ddp", **KINDS["bf16"]))
+    losses = [loss for _, loss in curve(straight, "loss")]
+    assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.dist
+def test_killed_on_two_ranks_adapters_go_on_on_one(base: Path, tmp_path: Path) -> None:
+    """SIGKILL after step 3, with a checkpoint of step 2; then the losses of one process."""
+    wanted = recipe(base, "run", "train.precision=fp64", **ADAPTERS)
+    straight = train(recipe(base, "straight", "train.precision=fp64", **ADAPTERS))
+    path = tmp_path / "run.toml"
+    path.write_text(wanted.toml(), encoding="utf-8")
+    killed = Path(__file__).with_name("killed.py")
+    sharded = "parallel.strategy=full_shard"
+    assert launch([sys.executable, str(killed), str(path), "3", sharded], 2) != 0
+    assert [c["step"] for c in list_checkpoints(wanted.run_dir).checkpoints] == [2]
+    assert at(Run(wanted.run_dir), 2).manifest.base is not None
+    run = train(wanted)
+    losses = [loss for _, loss in curve(straight, "loss")]
+    assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -319,20 +319,20 @@ def test_which_shards_validate(tmp_path):
     assert open_data(recipe_for(source, tmp_path / "data", val_fraction=0)).val is None
     with refused("data.val_shards = 99", "data.shard_tokens"):
         opened(source, tmp_path, val_shards=99)
-    for names in (("train", "valid", "test"), ("a_train_0", "a_val_0", "dev")):
+    for names in (("train", "more", "valid", "test"), ("a_0", "a_1", "a_val_0", "dev")):
         folder = tmp_path / names[0]
         folder.mkdir()
         for number, name in enumerate(names, 1):
             nanogpt(folder / f"{name}.bin", [number] * 200)
         source = f"shards:{folder}/*.bin"
         data, train, _ = opened(source, folder)
-        assert (data.train.tokens, data.val.tokens, train) == (200, 400, {1})
+        assert (data.train.tokens, data.val.tokens, train) == (400, 400, {1, 2})
         nanogpt(tmp_path / "copy.bin", [1] * 200)
-        separate = (folder / f"{names[1]}.bin", 2), (tmp_path / "copy.bin", 1)
-        for path, held in separate:
-            data, train, val = opened(source, folder, eval_source=f"shards:{path}")
-            assert (data.train.tokens, data.val.tokens, data.division.shared) == (400, 200, 1)
-            assert train == {1, 2, 3} - {held} and val - {0} == {held}
+        # A file with such a name never trains, also if the validation data is separate.
+        data, train, val = opened(source, folder, eval_source=f"shards:{folder}/{names[2]}.bin")
+        assert (data.train.tokens, data.val.tokens, train, val) == (400, 200, {1, 2}, {0, 3})
+        data, train, val = opened(source, folder, eval_source=f"shards:{tmp_path}/copy.bin")
+        assert (data.train.tokens, data.division.shared, train, val) == (200, 1, {2}, {0, 1})
 
 
 def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):

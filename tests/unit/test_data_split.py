@@ -243,6 +243,11 @@ def test_the_split_is_the_reference_and_max_tokens_reads_the_first_documents(
     assert train == wanted[:most]
 
 
+def test_byte_pairs_are_not_learned_from_the_first_shards():
+    with refused("data.val_shards", "data.val_fraction"):
+        recipe_for("x", "y", tokenizer="bpe").replace("data.val_shards=1")
+
+
 def test_copies_of_texts_in_the_first_shards(tmp_path):
     texts = [f"{n}: {t}" for n, t in enumerate(documents(200, longest=30))]
     source = jsonl(tmp_path / "x.jsonl", [*texts, *texts])

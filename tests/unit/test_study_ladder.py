@@ -191,6 +191,23 @@ def test_a_ladder_fits_answers_and_reports(ladder, call, tmp_path: Path):
     assert bits.predict(recipe.replace("data.tokenizer=char"), planned).loss > 0
 
 
+def test_a_run_that_diverged_or_was_cut_is_left_out(ladder):
+    study = ladder[0].study
+    first, second = (study.run_of(cell) for cell in study.cells[:2])
+    loss = first.lines("train")[0]["loss"]
+    lines = (json.loads(line) for line in first.metrics_path.read_text().splitlines())
+    last = first.lines("train")[-1]["step"]
+    worse = {"loss": loss + 2}
+    write_ledger(
+        first, *(x | worse if (x["kind"], x["step"]) == ("train", last) else x for x in lines)
+    )
+    kept = second.metrics_path.read_text().splitlines()
+    second.metrics_path.write_text("".join(f"{x}\n" for x in kept if '"finished"' not in x))
+    seen = open_ladder("lad")
+    assert len(seen.observations) == 7
+    assert ["the training loss went from" in seen.left_out[0], len(seen.left_out)] == [True, 2]
+
+
 def test_a_further_run_is_predicted_and_joins_the_law(ladder, call, tmp_path: Path):
     seen, run = ladder
     before, written = seen.law, report(run, law="lad", plots=False)

@@ -272,8 +272,11 @@ def _hold_out_shards(source: SplitSource, member: Member[Corpus]) -> None:
         source.val = np.stack([first, place], axis=1)
         source.train = np.stack([place, last], axis=1)
         source.cut[(first < place) & (place < last)] = 1
-    elif fraction and held.any() and not held.all():
-        source.hold_out(held)
+    elif held.any() and not held.all():
+        if fraction:
+            source.hold_out(held)
+        else:  # there is other validation data, or none: they do not train either
+            keep_only(source.train, ~held)
     elif fraction and len(held):
         tokens = corpus.index.tokens
         end = tokens - max(1, int(tokens * Fraction(str(fraction))))

@@ -87,6 +87,8 @@ def sources(r: Any) -> Problems:
         yield "data.eval_split", f"{problem}: drop it, or set data.eval_source or data.mix"
     if d.document_mask is True and any(shards):
         yield "data.document_mask", 'shards of other tools lack it: write "auto", or false'
+    if d.val_shards and d.tokenizer == "bpe":
+        yield "data.val_shards", "byte pairs would be learned from them: write data.val_fraction"
     if d.packing == "best-fit" and {d.format, *(part.format for part in d.mix)} <= {"text", None}:
         yield "data.packing", 'best-fit rows have conversations or questions: write "packed"'
     if d.packing == "best-fit" and d.order != "shuffled":

@@ -15,7 +15,7 @@ from windlass.ledger import ENDINGS
 from windlass.reports.law import LawView
 from windlass.reports.study import DESCRIPTIONS, StudyView
 from windlass.reports.view import RunView
-from windlass.study.results import BITS, NO_BEST, common_measure
+from windlass.study.results import BITS, NO_BEST, common_measure, divergence
 from windlass.telemetry.measures import LOSS, show, title_of
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
@@ -93,7 +93,7 @@ def worked(view: RunView) -> Answer:
     done = f"{step:,} of {plural(int(view.start.get('steps', step)), 'step')}"
     killed = kills(view)
     match view.state:
-        case "finished" if divergence(view):
+        case "finished" if divergence(view.train["loss"].tolist()):
             text, mark = f"No: the loss diverged, {done}", "bad"
         case "finished":
             text, mark = f"Yes: finished {done}", "good"
@@ -121,17 +121,6 @@ def kills(view: RunView) -> list[int]:
         for number, own in sorted(events.items())
         if not own & set(ENDINGS) and number != running
     ]
-
-
-def divergence(view: RunView) -> str:
-    """How the training loss diverged, to NaN or by more than 1 nat; empty if it did not."""
-    losses = view.train["loss"].tolist()
-    if not losses:
-        return ""
-    first, last = losses[0], losses[-1]
-    if math.isfinite(last) and not last > first + 1.0:
-        return ""
-    return f"the training loss went from {show(first, 'loss')} to {show(last, 'loss')}"
 
 
 def good(view: RunView) -> Answer:
@@ -186,7 +175,8 @@ def cost(views: Sequence[RunView]) -> Answer:
 
 def problems_of(view: RunView, label: str = "") -> list[Problem]:
     """What went wrong in a run, in the order of time."""
-    problems = [Problem("divergence", divergence(view))] if divergence(view) else []
+    diverged = divergence(view.train["loss"].tolist())
+    problems = [Problem("divergence", diverged)] if diverged else []
     for number in kills(view):
         step = view.reached[number]
         text = f"start {number + 1} was killed, or its host was lost, after step {step:,}"

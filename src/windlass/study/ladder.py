@@ -42,6 +42,8 @@ from windlass.study.results import (
     CellResult,
     cell_result,
     common_measure,
+    divergence,
+    number,
     read_numbers,
     validation_settings,
 )
@@ -283,7 +285,9 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     pairs += [(result_of(run), False) for run in further.values()]
     chosen, left_out = list[tuple[CellResult, bool]](), list[str]()
     for result, in_fit in pairs:
-        why = "it lacks an evaluation" if result.numbers.score is None else ""
+        why = divergence([number(line.get("loss")) for line in result.run.lines("train")])
+        if not why and result.numbers.score is None:
+            why = "it lacks an evaluation"
         if result.state != "finished":
             why = result.reason or result.state
         if why and not in_fit:

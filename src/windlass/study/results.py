@@ -22,7 +22,7 @@ from windlass.recipe import NON_SEMANTIC, Recipe
 from windlass.recipe.strategies import Sizes
 from windlass.run import Run
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
-from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, LOSS, RUN, of_eval
+from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, LOSS, RUN, of_eval, show
 from windlass.telemetry.summary import (
     device_hours,
     evaluation_speed,
@@ -189,6 +189,16 @@ class RunNumbers:
 def read_numbers(run: Run, measure: str = LOSS) -> RunNumbers:
     raw = list(read_lines(run.metrics_path))
     return RunNumbers(raw, effective(raw), measure)
+
+
+def divergence(losses: Sequence[float]) -> str:
+    """How a training loss diverged, to NaN or by more than 1 nat; empty if it did not."""
+    if not losses:
+        return ""
+    first, last = losses[0], losses[-1]
+    if math.isfinite(last) and not last > first + 1.0:
+        return ""
+    return f"the training loss went from {show(first, 'loss')} to {show(last, 'loss')}"
 
 
 def score_fields(lines: Sequence[Line]) -> list[str]:
