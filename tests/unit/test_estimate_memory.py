@@ -102,8 +102,8 @@ def test_what_autograd_saves_with_float8(over, activation):
 @pytest.mark.parametrize("over", [{}, MODERN, {"activation": "swiglu", "final_norm": False}])
 def test_what_autograd_saves_with_a_stream_in_bf16(monkeypatch, over):
     """As programs of others; but for the means and gains of norms, a few thousand bytes."""
-    begin = GPT.begin
-    monkeypatch.setattr(GPT, "begin", lambda *how: (begin(*how)[0].bfloat16(), begin(*how)[1]))
+    embed = GPT.embed
+    monkeypatch.setattr(GPT, "embed", lambda *how: (embed(*how)[0].bfloat16(), embed(*how)[1]))
     settings = ModelSettings(**{**BASE, **over})
     predicted = predicted_bytes(settings, "bf16", program=Program(stream=2))
     assert predicted == pytest.approx(saved_bytes(settings, "bf16"), rel=2e-3)
