@@ -52,7 +52,7 @@ MAX_FAILED_SAVES = 3  # in a row; the run would have nothing to resume from
 
 
 class Evaluating(Protocol):
-    """What the loop needs of `Evaluator`; the suites that it measures are no part of the loop."""
+    """What the loop needs of `Evaluator`; the suites that it measures are not part of the loop."""
 
     @property
     def due(self) -> bool: ...
