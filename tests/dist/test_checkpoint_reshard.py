@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from toy import Toy, toy
 
 import hf_fixtures
+from windlass.checkpoint.base import base_of, fill_base
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.format import AVERAGE, MODEL, Checkpoint, open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import gather_shard, named_state, restore
 from windlass.errors import UserError
-from windlass.model.sharding import boxes_of
+from windlass.model.sharding import boxes_of, unwrap
 
 STAGES = {"model__layers": 4}
 LOW = {"precision": "bf16", "train__master": "bf16", "optim__kind": "adamw8bit"}
@@ -33,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own": {},
     "own frozen": {},
     "hf": {"model__kind": "hf"},
+    "adapters": {"model__kind": "hf", "model__lora__rank": 2, **AVERAGED},
 }
 WORLDS = {
     1: [on("single", 3)],
@@ -66,11 +68,13 @@ SOME: dict[str, dict[int, list[int]]] = {
     "own": {1: [0], 3: [0, 1]},
     "own frozen": {2: [1], 4: [1]},
     "hf": {1: [0], 2: [2, 3]},
+    "adapters": {1: [0], 2: [1, 3], 4: [4]},
 }
 """The cells of `make test`, by their places in WORLDS."""
 
 
-CANNOT = {"old": set(), "new": {"pipeline"}, "muon": {"pipeline"}, "hf": {"context", "pipeline"}}
+CANNOT = {"old": set(), "new": {"pipeline"}, "muon": {"pipeline"}}
+CANNOT |= {key: {"context", "pipeline"} for key in ("hf", "adapters")}
 """The layouts in which a model cannot train; others cannot in any."""
 
 
@@ -98,7 +102,7 @@ def cells_of(variant: str, every: bool) -> dict[int, list[dict[str, Any]]]:
 
 def recipes_of(world: int, variant: str, cells: list[Any], hf: Path) -> dict[str, Any]:
     more = {"precision": "fp64", "train__global_batch": 12, **VARIANTS[variant]}
-    more |= {"model__name": str(hf)} if variant == "hf" else {}
+    more |= {"model__name": str(hf)} if "model__kind" in more else {}
     return {
         "-".join(f"{key}={value}" for key, value in [("world", world), *cell.items()]): settings(
             world=world, **more | cell
@@ -124,20 +128,21 @@ def write(join, recipes, variant: str, folder: Path) -> None:
         with join(recipe) as ranks:
             model, trainer = build(ranks, recipe, variant)
             train(ranks, recipe, trainer, range(1))
-            path = folder / name
-            state = gather_shard(model, trainer.optimizer, ranks, trainer.average.tensors)
+            path, base = folder / name, base_of(unwrap(model), recipe, None, None, ranks)
+            frozen = base.weights if base else ()
+            state = gather_shard(model, trainer.optimizer, ranks, trainer.average.tensors, frozen)
             size = sum(box.tensor.nbytes for box in state.boxes)
             sizes = ranks.all_gather_object("size", size)
             assert ranks.world == 1 or max(sizes) < 0.75 * sum(sizes), "a rank writes too much"
-            writer = Writer(path / "checkpoints", ranks.rank, ranks.world)
+            writer = Writer(path / "checkpoints", ranks.rank, ranks.world, base=base)
             writer.write(1, state, {"step": 1})
             [outcome] = writer.wait()
             assert not outcome.error, outcome
             whole = {name: gathered(t) for name, t in named_tensors(model, trainer).items()}
             torch.save(whole, path / f"whole-{ranks.rank}.pt")
             ranks.all_gather_object("saved", 1)
-            expected = saved(path)
-            assert sum(sizes) == sum(tensor.nbytes for tensor in expected.values())
+            written = [tensor for name, tensor in saved(path).items() if name not in frozen]
+            assert sum(sizes) == sum(tensor.nbytes for tensor in written)
 
 
 @functools.cache
@@ -148,7 +153,10 @@ def saved(path: Path) -> dict[str, Tensor]:
 
 
 def check_tensors(checkpoint: Checkpoint, expected: dict[str, Tensor]) -> None:
+    base = checkpoint.manifest.base
     for name, tensor in expected.items():
+        if base and name in base.weights:
+            continue
         assert torch.equal(checkpoint.tensor(name), tensor), name
         if name.startswith(AVERAGE):
             averaged = checkpoint.with_weights("average")
@@ -166,6 +174,7 @@ def read(join, recipes, variant: str, folder: Path) -> list[Any]:
                     for parameter in model.parameters():
                         parameter.fill_(float("nan"))
                 checkpoint = open_checkpoint(choose_checkpoint(path).path)
+                fill_base(checkpoint, unwrap(model), recipe, ranks)
                 restore(checkpoint, model, trainer.optimizer, trainer.average.tensors)
                 held, expected = named_tensors(model, trainer), saved(path)
                 assert held.keys() <= expected.keys()
@@ -188,7 +197,7 @@ def read(join, recipes, variant: str, folder: Path) -> list[Any]:
 def test_every_world_and_layout_to_every_other(tmp_path: Path, variant: str, every: bool) -> None:
     folder, hf = tmp_path / "runs", tmp_path / "hf"
     folder.mkdir()
-    if variant == "hf":
+    if "model__kind" in VARIANTS[variant]:
         hf_fixtures.save("llama", hf, vocab=VOCAB, num_hidden_layers=2)
     cells = cells_of(variant, every)
     recipes = {world: recipes_of(world, variant, cells[world], hf) for world in cells}

@@ -65,6 +65,23 @@ OTHERS = {
         {"model__freeze": ["model.layers.0.*"], "model__frozen_precision": "bf16"},
     ),
     "gpt_neox": ("gpt_neox", {}),  # fuses queries and keys
+    "adapters": ("llama", {"model__lora__rank": 2, "model__lora__dropout": 0.3}),
+    "adapters and whole modules, tied": (
+        "qwen3",
+        {
+            "model__lora__rank": 2,
+            "model__lora__targets": ["q_proj", "layers.1.*(o|down)_proj"],
+            "model__lora__modules_to_save": ["embed_tokens", "norm"],
+        },
+    ),
+    "adapted ends, frozen in bf16": (
+        "llama",
+        {
+            "model__lora__rank": 2,
+            "model__lora__targets": ["lm_head", "embed_tokens", "up_proj", "v_proj"],
+            "model__frozen_precision": "bf16",
+        },
+    ),
 }
 
 
@@ -78,7 +95,9 @@ def test_other_trainings_are_those_of_one_process(models, name):
         hf_fixtures.save(kind, models / kind, vocab=eq.VOCAB, num_hidden_layers=2)
     more = keys(models / kind, **changes)
     [wanted] = run_ranks(eq.trained, 1, eq.settings("fp64", "single", **more))
-    eq.check(2, [eq.settings("fp64", "full_shard", 2, **more, tensor=2)], wanted)
+    adapted = "model__lora__rank" in changes
+    strategies = ("ddp", "full_shard") if adapted else ("full_shard",)
+    eq.check(2, [eq.settings("fp64", s, 2, **more, tensor=2) for s in strategies], wanted)
 
 
 @pytest.mark.dist
@@ -138,7 +157,8 @@ def test_what_cannot_be_divided_is_refused_when_the_model_is_built(models, tmp_p
     for directory, ranks, words in cases:
         with refused(*words):
             build_model(eq.settings("fp64", "ddp", **keys(directory, tensor=ranks)), eq.VOCAB)
-    with refused("parallel.tensor", "adapters"):
-        eq.settings("fp64", "ddp", **keys(llama, model__lora__rank=2, tensor=2))
+    with refused("parallel.tensor", "4-bit"):
+        low = {"model__lora__rank": 2, "model__lora__base": "4bit"}
+        eq.settings("fp64", "ddp", **keys(llama, **low, tensor=2))
     with refused("parallel.context", "parallel.pipeline"):
         eq.settings("fp64", "ddp", **keys(llama, context=2, pipeline=2))

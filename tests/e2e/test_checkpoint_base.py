@@ -260,6 +260,8 @@ def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
         ("lora", 2, "strategy=full_shard", 1, "strategy=auto"),
         ("dropout", 1, "strategy=auto", 2, "strategy=full_shard"),
         ("freeze", 2, "tensor=2", 1, "tensor=1"),
+        ("dropout", 2, "tensor=2", 1, "tensor=1"),
+        ("lora", 1, "tensor=1", 2, "tensor=2"),
         ("freeze", 2, "strategy=shard_optim", 2, "tensor=2"),
         pytest.param("4bit", 2, "strategy=full_shard", 1, "strategy=auto", marks=needs_4bit),
     ],

@@ -3,6 +3,7 @@ chosen.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 from saving import GRID, check, prepared, save_all, step_seen, tally
 
+import hf_fixtures
 from helpers import refused, write_ledger
 from windlass.checkpoint import choose
+from windlass.checkpoint.base import identify, open_base
 from windlass.checkpoint.commit import recover
+from windlass.checkpoint.format import Base
 from windlass.errors import UserError
+from windlass.recipe import Recipe
 from windlass.run import Run
 
 FILES = ("rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha256")
@@ -46,9 +51,12 @@ def world() -> int:
     return 1
 
 
+FROZEN = Base(name="base", commit="", files={}, weights=("model/frozen",))
+
+
 @pytest.fixture
 def run(scratch: Path, world: int) -> Path:
-    return prepared(scratch / "run", 1, 2, 3, keep=5, world=world)
+    return prepared(scratch / "run", 1, 2, 3, keep=5, world=world, base=FROZEN)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -60,7 +68,7 @@ def test_an_older_one_is_chosen(run: Path, world: int, name: str, kind: str) -> 
     newest = run / "checkpoints" / "step-00000003"
     DAMAGE[kind](newest / name)
     choice = choose.choose_checkpoint(run)
-    assert choice is not None and choice.step == 2
+    assert choice is not None and choice.step == 2 and choice.manifest.base == FROZEN
     check(choice.path, 2)
     if choice.passed_over:  # otherwise it has no digest, and is temporary
         assert [c.path for c in choice.passed_over] == [
@@ -74,6 +82,27 @@ def test_an_older_one_is_chosen(run: Path, world: int, name: str, kind: str) -> 
     assert not save_all(run / "checkpoints", 3, world=world, attempt="1").error
     assert step_seen(run) == 3
     tally("a file flipped, cut off, emptied, lengthened, deleted, or another checkpoint's", 1)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_base_is_refused_until_it_is_whole_again(scratch: Path, kind: str) -> None:
+    """The files of frozen weights, to which a checkpoint refers."""
+    place = hf_fixtures.save("llama", scratch / "base")
+    hf_fixtures.save("llama", scratch / "step-00000001", initializer_range=0.1)
+    files = identify(place)
+    base = Base(name=str(place), commit="", files=files, weights=("model/frozen",))
+    recipe = Recipe.from_dict({"model.kind": "hf", "model.name": str(place)})
+    assert len(files) > 2 and open_base(base, recipe) == place
+    for name in (min(files), max(files)):
+        whole = (place / name).read_bytes()
+        DAMAGE[kind](place / name)
+        with pytest.raises(UserError, match=re.escape(name)):
+            open_base(base, recipe)
+        if (place / name).is_dir():
+            (place / name).rmdir()
+        (place / name).write_bytes(whole)
+        assert open_base(base, recipe) == place
+    tally("a base's file flipped, cut off, emptied, lengthened, deleted, or another base's", 1)
 
 
 def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(run):

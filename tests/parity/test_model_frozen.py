@@ -1,5 +1,6 @@
 """Frozen weights in the precision of their files, beside `peft` on the same base."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from test_model_adapters import adapter_of_peft, base_of, distance, plain, recip
 from helpers import curve, refused
 from windlass import train
 from windlass.interop.export import export
-from windlass.model.build import build_model, read_sizes
+from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.parallel.parallelize import autocast, checkpoint_activations
 from windlass.recipe import RecipeError
 
@@ -151,6 +152,26 @@ def test_auto_takes_the_precision_of_the_files(tmp_path: Path) -> None:
     assert not read_sizes(recipe_of(tmp_path)).in_bf16  # all of it is trained
     with refused("frozen_precision", "hf", error=RecipeError):
         recipe_of(tmp_path).replace("model.kind=gpt", "model.frozen_precision=bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_auto_reads_the_files_and_config_json_only_without_them(dtype: Any, tmp_path: Path) -> None:
+    """A run remembers the answer. Its export has the precision of the files, too."""
+    base, names = base_of(tmp_path, "llama", dtype), {"bfloat16", "float32"}
+    own = str(dtype).removeprefix("torch.")
+    (other,) = names - {own}
+    config = base / "config.json"
+    config.write_text(config.read_text().replace(f'"{own}"', f'"{other}"'))
+    recipe = recipe_of(tmp_path, lora=LORA)
+    is_low, run = dtype == BF16, train(recipe, stop_at=2)
+    assert (read_sizes(recipe).in_bf16 > 0) == is_low
+    exported = json.loads((export(run, tmp_path / "out") / "config.json").read_text())
+    assert exported["dtype"] == own
+    (tmp_path / "files").mkdir()
+    for file in base.glob("*.safetensors"):
+        file.rename(tmp_path / "files" / file.name)
+    assert (read_sizes(recipe).in_bf16 > 0) != is_low
+    assert (sizes_of(build_model(recipe, 0, run=run.path)).in_bf16 > 0) == is_low
 
 
 def test_a_run_learns_as_in_float32_and_is_exported(tmp_path: Path) -> None:

@@ -273,7 +273,6 @@ def test_the_gradient_has_the_balancing_loss_of_transformers(kind, tmp_path):
     routers = [name for name in gradients if name.endswith(".gate.weight")]
     assert len(routers) == 3
     assert all((gradients[name] - others[name]).abs().max() > 1e-4 for name in routers)
-    assert built(directory, lora={"rank": 2, "targets": ["q_proj"]}).balance is None
     with torch.no_grad():
         assert torch.equal(ours.eval()(tokens, labels), without.eval()(tokens, labels))
 

@@ -14,7 +14,7 @@ from data_fixtures import counted, recipe_for
 from helpers import refused
 from windlass.data import sources
 from windlass.data.chat import Template
-from windlass.data.encode import Encoder, Job
+from windlass.data.encode import BATCH_ITEMS, Encoder, Job
 from windlass.data.items import Item, Question, example_of, hash64, question_prompt
 from windlass.data.open import open_data
 from windlass.data.recipe_sources import SourceSpec
@@ -127,9 +127,18 @@ def test_keys_that_are_not_read_are_listed_and_columns_rename_them() -> None:
     ):
         assert example_of(item(own), CHAT).unread == unread
     assert example_of(squad_item("A cat.", "cat"), SQUAD).unread == ()
-    encoder = Encoder(SourceSpec("x", "x", "chat", columns=columns), BYTES, Template())
-    [remark] = encoder.remarks([item(record), item("bad")])
-    assert "label, id" in remark and not [*encoder.remarks([item({"messages": TALK})])]
+
+
+def test_a_note_lists_the_keys_of_all_items_that_are_not_read(tmp_path: Path, capsys: Any) -> None:
+    """Each once, also if only an item after the first batch has it."""
+    records: list[dict[str, Any]] = [{"messages": TALK, "label": True} for _ in range(BATCH_ITEMS)]
+    records += [{"messages": TALK, "label": True, "score": 3, "none": None}] * 2
+    path = tmp_path / "talk.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    how = {"format": "chat", "tokenizer": "byte", "shard_tokens": 1 << 20}
+    open_data(recipe_for(path, tmp_path / "data", context=128, **how))
+    notes = [line for line in capsys.readouterr().err.splitlines() if "not read: " in line]
+    assert [line.partition("not read: ")[2] for line in notes] == ["label", "score"]
 
 
 def test_a_note_names_tokens_that_the_tokenizer_or_the_model_reads_as_plain_text() -> None:

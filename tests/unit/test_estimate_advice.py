@@ -1,8 +1,14 @@
-"""Each advice of a plan, and of the message when memory runs out, lowers the planned memory."""
+"""Each advice of a plan, and of the message when memory runs out, lowers the planned memory; the
+guide's table of cards is what a plan says.
+"""
+
+import re
+from pathlib import Path
 
 import pytest
 
 import hf_fixtures
+from windlass.estimate.devices import USABLE
 from windlass.estimate.inputs import PlanInputs, read_inputs
 from windlass.estimate.layouts import PlannedMemory, advise, savings
 from windlass.estimate.plan import plan
@@ -92,3 +98,59 @@ def test_a_plan_that_does_not_fit_has_no_time_and_names_what_does(models):
     changed = [*lora, *(f"{key}={value}" for key, value in small.recommended.items())]
     again = plan("bloom-560m-squad", changed, **card)
     assert next(row for row in again.memory if row.chosen).fits and again.seconds
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "finetune.md"
+SHAPES = {
+    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144},
+    "8B": {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12_288},
+    "14B": {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17_408},
+    "32B": {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25_600},
+}
+HEADS = {"1.7B": 16, "8B": 32, "14B": 40, "32B": 64}
+METHODS = {
+    "LoRA": {"model.lora.rank": 16},
+    "4-bit": {"model.lora.rank": 16, "model.lora.base": "4bit"},
+    "all weights": {},
+    "bf16": {"train.master": "bf16"},
+    "8-bit": {"optim.kind": "adamw8bit"},
+    "offload": {"parallel.strategy": "full_shard", "parallel.offload": True},
+}
+
+
+def cells() -> list[tuple[int, str, str, float]]:
+    """Card, model, method and GB of each entry of the guide's table."""
+    found = []
+    heads, *rows = re.findall(r"^\| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)[:6]
+    for row in rows:
+        card, *columns = row.split("|")
+        for model, column in zip(heads.split("|")[1:], columns, strict=True):
+            for method, size in re.findall(r"([^;|]+?), ([\d.]+) GB", column):
+                found.append((int(card.split()[0]), model.strip(), method.strip(), float(size)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        pytest.param(model, method, marks=[pytest.mark.full] * (model != "1.7B"))
+        for model, method in dict.fromkeys((m, how) for _, m, how, _ in cells())
+    ],
+)
+def test_the_guides_table_of_cards_is_planned(model, method, tmp_path):
+    """Qwen3's shapes, whose files are in bf16."""
+    config = hf_fixtures.config("qwen3", **SHAPES[model], num_attention_heads=HEADS[model])
+    tied = model == "1.7B"
+    sizes = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "dtype": "bfloat16"}
+    config.update({**sizes, "max_position_embeddings": 40_960, "tie_word_embeddings": tied})
+    config.save_pretrained(tmp_path)
+    settings = {"model.kind": "hf", "model.name": str(tmp_path), "model.context": 2048}
+    settings |= {"train.micro_batch": 2, "train.precision": "bf16", "data.tokenizer": "byte"}
+    settings |= {"parallel.activation_checkpointing": "full", "train.steps": 10}
+    for word in re.split(", | and ", method):
+        settings |= METHODS[word]
+    own = read_inputs(Recipe().replace(settings), world=1, device="RTX-4090", activations=True)
+    total = PlannedMemory(own).of({}).total
+    for card, size in [(c, s) for c, m, how, s in cells() if (m, how) == (model, method)]:
+        assert total / 1e9 == pytest.approx(size, abs=0.06)
+        assert total <= USABLE * card * 2**30

@@ -61,10 +61,14 @@ def write_source(
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
     need = Need(spec, Table(directory, index))
     index.items = index.resume.item
-    characters = 0  # of the document so far
+    characters, unread = 0, dict[str, None]()  # of the document so far; of all items
     batches = encode(source, directory, encoder, index.resume.item, workers, progress.note)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, jobs in batches:
+            keys = dict.fromkeys(key for row in rows for key in row.unread)
+            if new := [key for key in keys if key not in unread]:
+                unread |= keys
+                progress.note(f"{spec.name}: not read: {', '.join(new)}")
             for row in rows:
                 if row.problem:
                     if spec.on_bad_item == "stop":
@@ -287,7 +291,8 @@ class Encoder:
         if not rows:
             problem = "there is nothing to learn, because its answers are empty or do not count"
             raise UserError(f"{place}: {problem}; remove the item")
-        rows[-1] = rows[-1]._replace(characters=sum(map(len, example.texts)))  # of the whole item
+        characters = sum(map(len, example.texts))  # of the whole item
+        rows[-1] = rows[-1]._replace(characters=characters, unread=example.unread)
         return rows
 
     def _encode_pair(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
@@ -320,23 +325,20 @@ class Encoder:
             group=question.group,
             tail=sum(marks) + prompt_end(question, tokenizer),
             reach=len(tokenizer.prompt(reached)),
+            unread=question.unread,
         )
 
     def remarks(self, items: Sequence[Item]) -> Iterator[str]:
-        """Warnings about content of the first items that Windlass ignores or takes as text."""
-        spec, tokenizer = self.spec, self.tokenizer
-        unread, texts = dict[str, None](), list[tuple[str, str]]()  # texts with their places
+        """Warnings about special tokens in the first items that Windlass takes as text."""
+        spec, tokenizer, texts = self.spec, self.tokenizer, list[tuple[str, str]]()  # with places
         for item in items:
             with contextlib.suppress(UserError):
                 if spec.format == "text":
                     texts.append((item.place, text_of(item, spec)))
                     continue
                 example = example_of(item, spec)
-                unread |= dict.fromkeys(example.unread)
                 if isinstance(example, Pair):
                     texts.append((item.place, "".join(example.texts)))
-        if unread:
-            yield f"{spec.name}: not read: {', '.join(unread)}"
         template = self.template.source if spec.format == "chat" else ""
         special = dict.fromkeys(SPECIAL.findall(template))
         if unknown := [text for text in special if text not in tokenizer.special]:

@@ -168,6 +168,7 @@ class Row(NamedTuple):
     tail: int = 0
     reach: int = 0
     problem: str = ""  # the reason why the item cannot be encoded
+    unread: tuple[str, ...] = ()  # keys of the item that Windlass ignores, in its last row
 
 
 class ShardWriter:

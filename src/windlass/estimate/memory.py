@@ -71,13 +71,13 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
 def _counted(model: CountedSizes, layout: Layout, optimizer: str) -> Memory:
     """The memory of counted sizes; a sharded model's blocks count as if they had equal sizes.
 
-    4-bit weights are whole on each rank of `tensor`. The activations are an upper bound.
+    4-bit weights are whole on each rank. The activations are an upper bound.
     """
     compute, several = COMPUTE_BYTES[layout.precision], layout.accumulation > 1
     full, sharded = max(4, compute), layout.policy.shards_parameters
     master = layout.weight_bytes
     trained = -(-model.trained // layout.tensor)
-    in_4bit = -(-model.bytes_in_4bit // layout.tensor)
+    in_4bit = model.bytes_in_4bit
     weights = -(-model.weight_bytes(full) // layout.tensor) - in_4bit
     gradients = master * trained
     state = -(

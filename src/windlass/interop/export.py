@@ -162,9 +162,7 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
             network.set_submodule(name, layer.get_base_layer())
     base = read_json(model.directory / "config.json")
     if dtype == "auto":
-        stored = str(base.get("dtype") or base.get("torch_dtype"))
-        dtypes = {name: short for short, name in DTYPES.items()}
-        dtype = "fp32" if model.settings.from_scratch else dtypes.get(stored, "fp32")
+        dtype = hf_files.stored_precision(model)
     wanted = getattr(torch, DTYPES[dtype])
     exact = set(getattr(network, "_keep_in_fp32_modules_strict", None) or ())
     if wanted == torch.float16:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from windlass.errors import UserError, first_line, require
 from windlass.fileio import read_json
 from windlass.model.hf_files import WeightFiles
-from windlass.model.sharding import assign
+from windlass.model.sharding import assign, whole_shape
 from windlass.recipe.network import LoraSettings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -148,8 +148,8 @@ def fill_from_adapter(model: nn.Module, directory: Path) -> None:
         if any(not torch.equal(values[0], value) for value in values):
             merge = "merge it with peft (merge_and_unload)"
             raise UserError(f"{problem}, which ties {' and '.join(same)}: {merge}")
-        if values[0].shape != ours[same[0]].shape:
-            shapes = f"{list(values[0].shape)}, not {list(ours[same[0]].shape)}"
+        if values[0].shape != (shape := whole_shape(ours[same[0]])):
+            shapes = f"{list(values[0].shape)}, not {list(shape)}"
             raise UserError(f"{problem}: {same[0]} has the shape {shapes}")
         assign(ours[same[0]], values[0])
 

@@ -36,10 +36,16 @@ def build_model(
     """
     if recipe.model.kind == "hf":
         from windlass.model.hf import build_hf
+        from windlass.model.hf_files import stored_precision
 
         model: Any = build_hf(recipe, vocab, run)
         freeze(model.model, recipe.model.freeze)
-        lower_frozen(model.model, recipe.model, model.directory)
+        precision: str = recipe.model.frozen_precision
+        if precision == "auto":
+            needs_files = run is not None and not recipe.model.init_from
+            precision = stored_precision(model, download=needs_files)
+        if precision == "bf16":
+            lower_frozen(model.model)
     else:
         rows = recipe.model.vocab or vocab
         if rows < vocab:

@@ -32,7 +32,7 @@ from windlass.model.loss import (
     cross_entropy_sum,
 )
 from windlass.model.quantised import Linear4bit, raised
-from windlass.model.sharding import assign
+from windlass.model.sharding import assign, whole_shape
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import IGNORE_INDEX
@@ -72,7 +72,7 @@ class HfModel(nn.Module):
         # Gemma 3n and 4 also embed the ids of tokens for each layer.
         self._takes_rows = takes_rows and not getattr(text, "hidden_size_per_layer_input", 0)
         self.vocab_shard: VocabShard | None = None  # of the vocabulary, if ranks divide it
-        self.balance = hf_network.balance_of(model, settings)
+        self.balance = hf_network.balance_of(model)
         self.compiled_loss: ChunkLoss | None = None
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class HfModel(nn.Module):
             if ".lora_" not in name:
                 tensors[name.replace(".base_layer", "")] = parameter
                 continue
-            whole = torch.zeros(parameter.shape)  # as LoRA: A like a linear layer, B zero
+            whole = torch.zeros(whole_shape(parameter))  # as LoRA: A like a linear layer, B zero
             if ".lora_A." in name or ".lora_embedding_B." in name:
                 generator = torch.Generator().manual_seed(seed_of(f"windlass/hf/{seed}/{name}"))
                 nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)

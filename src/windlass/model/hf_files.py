@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import shutil
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,14 +146,41 @@ def fill_from_seed(
         raise UserError(f"model.from_scratch: {problem}")
 
 
+def stored_precision(model: Any, download: bool = False) -> str:
+    """How an `HfModel`'s files hold most of its numbers: `bf16`, `fp16` or `fp32`.
+
+    If the files are not here, as for a plan, config.json decides, unless `download`.
+    """
+    folder: Path = model.directory
+    if record := read_json(folder / RECORD):
+        return str(record["precision"])
+    if model.settings.from_scratch:
+        return "fp32"
+    folder = weights_directory(model) if download else folder
+    numbers = Counter[str]()
+    if all((folder / file).is_file() for file in hub.weight_files(folder)):
+        for name, file in WeightFiles(folder).files.items():
+            stored = file.get_slice(name)
+            numbers[stored.get_dtype()] += math.prod(stored.get_shape())
+    else:
+        config = read_json(folder / "config.json")
+        places = (config, config.get("text_config") or {})
+        named = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+        numbers.update(filter(None, named))
+    short = {"BF16": "bf16", "bfloat16": "bf16", "F16": "fp16", "float16": "fp16"}
+    return short.get(max(numbers, key=lambda name: numbers[name], default=""), "fp32")
+
+
 def describe_origin(model: Any) -> dict[str, str]:
-    """An `HfModel`'s name, revision, commit on the Hub, and SHA-256 of its configuration."""
+    """An `HfModel`'s name, revision, commit on the Hub, SHA-256 of its configuration, and the
+    precision of its files."""
     config = hashlib.sha256((model.directory / "config.json").read_bytes()).hexdigest()
     return read_json(model.directory / RECORD) or {
         "name": model.settings.name,
         "revision": model.settings.revision,
         "commit": hub.commit_of(model.directory),
         "config_sha256": config,
+        "precision": stored_precision(model),
     }
 
 

@@ -146,12 +146,11 @@ def attention_within_documents(model: Any, current: str) -> str:
     return "sdpa" if current.startswith("flash") else current
 
 
-def balance_of(model: Any, settings: ModelSettings) -> tuple[float, Callable[..., Tensor]] | None:
-    """The coefficient and the function of the routers' balancing loss; None without one, and for
-    adapters."""
+def balance_of(model: Any) -> tuple[float, Callable[..., Tensor]] | None:
+    """The coefficient and the function of the routers' balancing loss; None without one."""
     coefficient = float(getattr(model, "router_aux_loss_coef", 0.0) or 0.0)
     function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    if not coefficient or settings.lora.rank or function is None:
+    if not coefficient or function is None:
         return None
     # Doge's has other parameters.
     fits = list(inspect.signature(function).parameters) == BALANCING_LOSS
@@ -166,18 +165,18 @@ WITHOUT_EFFECT = ("local_params", "replicate")  # on plain tensors
 
 def tensor_plan(model: Any, ranks: int) -> dict[str, str]:
     """The style of each module that `ranks` divide; UserError if they cannot divide the model."""
-    kind, modules = type(model).__name__, dict(model.named_modules())
+    kind = type(model).__name__
+    # An adapted layer counts as its base; `Divider` also divides the adapter.
+    modules = {n: getattr(m, "base_layer", m) for n, m in model.named_modules()}
 
     def reject(problem: str) -> NoReturn:
         advice = "use data parallelism (parallel.tensor=1)"
         raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
 
-    parameters = [name for name, _ in model.named_parameters()]
-    if any(".lora_" in name for name in parameters):
-        reject("Windlass does not divide a model with adapters (model.lora)")
     # Both are cut by vocabulary, or whole.
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    names = [name for name, module in modules.items() if module not in ends] + parameters
+    ends = [modules[name] for name in end_names(model)]
+    names = [name for name, module in modules.items() if module not in ends]
+    names += [name for name, _ in model.named_parameters()]
     patterns = getattr(model, "_tp_plan", None) or {}
     styles = {name: patterns.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), "") for name in names}
     plan = {name: style for name, style in styles.items() if style not in ("", *WITHOUT_EFFECT)}
@@ -193,7 +192,7 @@ def tensor_plan(model: Any, ranks: int) -> dict[str, str]:
         layer: Any = modules[owner]
         # A norm of one head's queries and an activation with parameters work on this rank's part.
         for parameter, value in layer.named_parameters(prefix=owner):
-            other = parameter.rpartition(".")[0]
+            other = re.sub(r"\.base_layer$|\.lora_.*", "", parameter.rpartition(".")[0])
             whole_head = value.numel() == getattr(layer, "head_dim", None)
             shared = ("act_fn", "q_norm", "k_norm") if whole_head else ("act_fn",)
             if other not in plan and other.rpartition(".")[2] not in shared:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,26 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from windlass.errors import UserError, require
-from windlass.fileio import read_json
 from windlass.model.sharding import add_mixin
-from windlass.recipe.network import ModelSettings
 
 BF16 = torch.bfloat16
 
 
-def lower_frozen(model: nn.Module, settings: ModelSettings, directory: Path) -> None:
-    """Put the frozen matrices of linear layers, embeddings and experts in bf16 if asked to.
-
-    With `model.frozen_precision = "auto"` if the files in `directory` are in bf16.
-    """
-    wanted = settings.frozen_precision
-    if wanted == "auto" and not settings.from_scratch:
-        config = read_json(directory / "config.json")
-        places = (config, config.get("text_config") or {})
-        named = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
-        wanted = "bf16" if "bfloat16" in named else "fp32"
-    if wanted != "bf16":
-        return
+def lower_frozen(model: nn.Module) -> None:
+    """Put the frozen matrices of linear layers, embeddings and experts in bf16."""
     mixins = dict[nn.Module, type[nn.Module] | None]()  # None: all parameters stay float32
     for module in model.modules():
         kind, name = type(module), type(module).__name__

@@ -100,6 +100,14 @@ class RowParallel(DividedModule):
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
 
+class DividedDropout(DividedModule):
+    """Dropout of this rank's part of an adapter's input, by the mask of the whole input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Tensor = super().forward(x.new_ones(*x.shape[:-1], self.full_size))
+        return x * whole[..., self.own_range.start : self.own_range.stop]
+
+
 class DividedEmbedding(DividedModule):
     def forward(self, tokens: Tensor) -> Tensor:
         elsewhere = (tokens < self.own_range.start) | (tokens >= self.own_range.stop)
@@ -186,27 +194,44 @@ class Divider:
             if style == "input":
                 self.style(self.modules[name], DividedInput)
                 continue
+            adapted = f"{name}.base_layer" in self.modules
+            layer = f"{name}.base_layer" if adapted else name
             if style == "rowwise":
-                module = self.style(self.modules[name], RowParallel)
-                size = module.weight.shape[1]
-                part = self.own_ranges((size,))
-                self.cuts[f"{name}.weight"] = Cut(1, size, part, self.tensor)
+                self.cut_inputs(layer)
+                if adapted:
+                    # The product of A is whole after its sum over the ranks, so B stays whole.
+                    self.cut_inputs(f"{name}.lora_A.default")
+                    dropout = self.modules[f"{name}.lora_dropout.default"]
+                    if isinstance(dropout, nn.Dropout):
+                        size = self.modules[layer].in_features
+                        self.style(dropout, DividedDropout).full_size = size
+                        dropout.own_range = self.tensor.own_range(size)
                 continue
             owner, _, last = name.rpartition(".")
-            module = self.modules[name]
             if plan.get(owner) != "input":
                 siblings = next((group for group in SIBLINGS if last in group), (last,))
                 names = (f"{owner}.{other}" for other in siblings)
                 readers = tuple(reader for reader in names if reader in plan)
                 shared_input = shared_inputs.setdefault(readers, SharedInput(len(readers)))
-                self.style(module, ColumnParallel).shared_input = shared_input
-            size = module.weight.shape[0]
-            stacked = style == "qkv_colwise"
-            sizes = self.network.matrix_parts(f"{name}.weight") if stacked else (size,)
-            part = self.own_ranges(sizes)
-            self.cuts[f"{name}.weight"] = Cut(0, size, part, self.tensor)
-            if module.bias is not None:
-                self.cuts[f"{name}.bias"] = Cut(0, size, part, self.tensor)
+                self.style(self.modules[layer], ColumnParallel).shared_input = shared_input
+            self.cut_outputs(layer, stacked=style == "qkv_colwise")
+            if adapted:
+                # B gathers the product of A, so the gradient of A is whole on each rank.
+                b = f"{name}.lora_B.default"
+                self.style(self.modules[b], ColumnParallel).shared_input = SharedInput(1)
+                self.cut_outputs(b)
+
+    def cut_inputs(self, name: str) -> None:
+        module = self.style(self.modules[name], RowParallel)
+        size = module.weight.shape[1]
+        self.cuts[f"{name}.weight"] = Cut(1, size, self.own_ranges((size,)), self.tensor)
+
+    def cut_outputs(self, name: str, stacked: bool = False) -> None:
+        module = self.modules[name]
+        size = module.weight.shape[0]
+        sizes = self.network.matrix_parts(f"{name}.weight") if stacked else (size,)
+        for key, _ in module.named_parameters(recurse=False):
+            self.cuts[f"{name}.{key}"] = Cut(0, size, self.own_ranges(sizes), self.tensor)
 
     def own_ranges(self, sizes: Sequence[int]) -> tuple[range, ...]:
         """This rank's rows of each of the matrices that are stacked in one."""

@@ -181,8 +181,9 @@ def layout(r: Any) -> Problems:
         for key in ("context", "pipeline"):
             if getattr(p, key) > 1:
                 yield f"parallel.{key}", "a model of transformers cannot be divided so: write 1"
-        if p.tensor > 1 and m.lora.rank:
-            yield "parallel.tensor", "it does not divide a model with adapters: write 1"
+        if p.tensor > 1 and m.lora.base == "4bit":
+            problem = "it does not divide 4-bit weights, because 64 of them share a scale"
+            yield "parallel.tensor", f'{problem}: write 1, or model.lora.base="fp32"'
         return
     if why := tensor_problem(m, p.tensor):
         near = max(ranks for ranks in range(1, p.tensor) if not tensor_problem(m, ranks))
