@@ -149,28 +149,27 @@ def batches_of(source: Source, number: int) -> Iterator[list[Job]]:
 
 def jobs_of(source: Source, number: int = 0) -> Iterator[Job]:
     """The items of a source from a number on, texts in parts of at most `STRETCH` characters."""
-    before, hashed = None, hashlib.blake2b(digest_size=8)  # of the text so far
+    rest, before, hashed = "", None, hashlib.blake2b(digest_size=8)  # of the text so far
     for item in source.items(number):
         value = item.value
         if source.spec.format == "text":
             try:
                 text = text_of(item, source.spec)
+                hashed.update(text.encode("utf-8", "replace"))
+                *parts, rest = list(stretches(rest + text)) or [""]
+                value = rest
             except UserError as error:
-                if before is not None:  # the blocks of the text before it are written
+                if before is not None:  # the parts of the text before it are written
                     raise
-                text, value = "", error
-            hashed.update(text.encode("utf-8", "replace"))
-            *parts, last = list(stretches(text)) or [""]
+                parts, value = [], error
             for part in parts:
                 yield Job(number, item._replace(value=part, more=True), before)
                 before = ((before or "") + part)[-BEFORE:]
-            value = last if text else value
-        digest = int.from_bytes(hashed.digest(), "little")
-        yield Job(number, item._replace(value=value), before, digest)
-        if item.more:
-            before = ((before or "") + last)[-BEFORE:]
-        else:
-            number, before, hashed = number + 1, None, hashlib.blake2b(digest_size=8)
+        if not item.more:
+            digest = int.from_bytes(hashed.digest(), "little")
+            yield Job(number, item._replace(value=value), before, digest)
+            number += 1
+            rest, before, hashed = "", None, hashlib.blake2b(digest_size=8)
 
 
 @contextlib.contextmanager
