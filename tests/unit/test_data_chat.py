@@ -315,7 +315,6 @@ def test_an_end_follows_an_answer_without_one(tmp_path: Path) -> None:
     assert len(rows) == 2 and all(marks[-1] for _, marks in rows)
     assert all(counted(tokenizer, *row).endswith(end) for row in rows)
     assert tokenizer.eot in chat.stop_tokens(tokenizer, endless)
-    assert endless.lacks_end(tokenizer) and not Template().lacks_end(tokenizer)
 
 
 def test_a_template_and_its_values_are_settings(tmp_path: Path) -> None:
@@ -344,8 +343,12 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
     assert Template(hidden).rows(TALK[1:3], BYTES) == [
         [(TALK[1]["content"], False), (TALK[2]["content"], True), (256, True)]
     ]
+    # the model gets this prompt, so the answer is learned after it
+    prompt = f"<user>{TALK[1]['content']}Answer:"
+    assert Template(other).rows(TALK[1:3], BYTES) == [
+        [(prompt, False), (TALK[2]["content"], True), (256, True)]
+    ]
     for source, words in [
-        (other, "Answer:"),
         ("{{ raise_exception('no system here') }}", "no system here"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # out of the sandbox
         ("{% if %}", "chat template"),

@@ -164,7 +164,6 @@ def test_interrupted_anywhere_it_resumes_to_the_same_bytes(tmp_path, kind, token
     """Documents over several shards; one text in many blocks and stretches over many shards."""
     monkeypatch.setattr("windlass.data.tokenizer.STRETCH", 700)
     monkeypatch.setattr("windlass.data.files.READ", 1500)
-    monkeypatch.setattr("windlass.data.files.BLOCK", 5000)
     monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 500)
     how = {"tokenizer": tokenizer, "tokenizer_vocab": 300, "workers": 1, "val_fraction": 0.2}
     make = written(tmp_path / "s", kind, **how)

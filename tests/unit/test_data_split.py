@@ -346,7 +346,7 @@ def test_held_out_by_hash(hashes, fraction, are_examples):
 )
 def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("windlass.data.files.READ", 500)
-    monkeypatch.setattr("windlass.data.files.BLOCK", 1500)
+    monkeypatch.setattr("windlass.data.tokenizer.STRETCH", 400)
     seen = []
     monkeypatch.setattr(
         "windlass.data.tokenizer_kinds.bpe_tokenizer",
@@ -386,3 +386,23 @@ def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
         # a text may be cut inside of a token
         train = reference_split(texts, 0.1)[0] if kind in ("few", "blocks") else train
         assert "".join(seen) == "".join(train)
+
+
+def test_byte_pairs_are_not_learned_from_what_is_validated_anywhere(tmp_path, monkeypatch):
+    """In another source of a mixture, or after the characters from which they are learned."""
+    seen = []
+    monkeypatch.setattr(
+        "windlass.data.tokenizer_kinds.bpe_tokenizer",
+        lambda texts, vocab: seen.extend(texts) or bpe_tokenizer(seen, vocab),
+    )
+    texts = [f"document {n} of all" for n in range(150)]
+    a, b = str(jsonl(tmp_path / "a.jsonl", texts)), str(jsonl(tmp_path / "b.jsonl", texts[::-1]))
+    mix = [{"name": "a", "source": a, "val_fraction": 0}]
+    mix.append({"name": "b", "source": b, "val_fraction": 0.3})
+    held = str(jsonl(tmp_path / "held.jsonl", ["x" * 3000, *texts[:9]]))
+    for name, how in (("mixed", {"mix": mix}), ("separate", {"eval_source": held})):
+        seen.clear()
+        recipe = recipe_for(a, tmp_path / name, tokenizer="bpe", tokenizer_vocab=260, **how)
+        val = texts_of(open_data(recipe))[1]
+        monkeypatch.setattr("windlass.data.recipe_tokenizer.BPE_CHARACTERS", 2000)
+        assert len(val) > 5 and len(set(seen)) > 50 and not set(filter(None, seen)) & set(val)

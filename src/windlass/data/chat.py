@@ -40,7 +40,6 @@ GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 # Around a generation block. Like ESCAPE they are noncharacters, which are for use in a program.
 BEGIN, END = "\ufdd1", "\ufdd2"
 NONCHARACTERS = re.compile(f"[{ESCAPE}{BEGIN}{END}]")
-REMEDY = "put {% generation %} and {% endgeneration %} around the answers in the template"
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 
 
@@ -92,15 +91,6 @@ class Template:
         config = {**self.tokens, "chat_template": self.source}
         text = json.dumps(config, indent=1) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-
-    def lacks_end(self, tokenizer: Tokenizer) -> bool:
-        """Whether answers end with the end-of-text token because the template writes no end."""
-        if tokenizer.eot is None or not self.source or GENERATION.search(self.source):
-            return False
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        with contextlib.suppress(UserError):
-            return not _has_end(self.text(turns, tokenizer, ask=False), tokenizer)
-        return False
 
     def text(
         self,
@@ -241,9 +231,13 @@ class _Answers:
         If the template does not write the prompt before an answer, or leaves out the answer's
         thought, both are written nevertheless, because the model gets and writes them.
         """
-        prompt, whole = self._prompt(place), self.text(place + 1)
+        whole, prompt = self.text(place + 1), ""
+        if place:
+            with contextlib.suppress(UserError):  # some templates reject such messages
+                prompt = self.text(place, ask=True)
+        prompt = prompt or self._header(place)
         is_whole = whole.startswith(prompt)
-        answer = whole[len(prompt) if is_whole else self._start(place, prompt) :]
+        answer = whole[len(prompt if is_whole else self._header(place)) :]
         message = self.messages[place]
         thought, end, _ = str(message["content"]).rpartition(THOUGHT_END)
         thought = thought if end else message.get("reasoning_content") or ""
@@ -258,29 +252,13 @@ class _Answers:
             return prompt, answer if begins_thought else f"{THOUGHT}\n{answer}"
         return prompt, answer
 
-    def _prompt(self, place: int) -> str:
-        if place:
-            with contextlib.suppress(UserError):  # some templates reject such messages
-                if prompt := self.text(place, ask=True):
-                    return prompt
-        # the text up to the prompt that follows a user's message in this template
-        text, user = self.text(place + 1), [{"role": "user", "content": "a"}]
-        asked, other = (self.template.text(user, self.tokenizer, ask) for ask in (True, False))
-        if header := asked[_shared(asked, other, self.tokenizer) :]:
-            return text[: max(0, text.rfind(header))] + header
-        first = self.tokenizer.special_pattern.match(text)
-        return first[0] if first else ""
-
-    def _start(self, place: int, prompt: str) -> int:
-        """The first character of an answer, after the part of its prompt that is in the text."""
-        with contextlib.suppress(UserError):
-            first = _shared(prompt, self.text(place), self.tokenizer)
-            last = _shared(prompt, self.text(place + 1), self.tokenizer)
-            lines = re.finditer(f"{self.tokenizer.special_pattern.pattern}|\n", prompt)
-            if ends := [line.end() for line in lines if first < line.end() <= last]:
-                return ends[-1]
-        problem = f"turn {place + 1} begins without the generation prompt {prompt[-80:]!r}"
-        raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
+    def _header(self, place: int) -> str:
+        """The text before an answer: the part that other answers in its place have, too."""
+        texts, before = [self.text(place + 1)], self.messages[:place]
+        for content in "ab":
+            talk = [*before, {"role": "assistant", "content": content}]
+            texts.append(self.template.text(talk, self.tokenizer, False, self.variables))
+        return os.path.commonprefix(texts)  # noqa: RUF071 (by character)
 
 
 def _escaped(value: Any, tokenizer: Tokenizer) -> Any:

@@ -36,7 +36,6 @@ from windlass.fileio import write_atomic
 
 BATCH_CHARACTERS = 1 << 18  # for a worker at once: enough that the hand-over costs nothing
 BATCH_ITEMS = 256
-BEFORE = 256  # characters of the text before a part, for the tokenizer
 LEFT_OUT = "left-out.txt"
 SPECIAL = re.compile(r"<\|[^\s<>{}|]+\|>")  # looks like a special token
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some text files
@@ -95,7 +94,7 @@ def write_source(
 class Job(NamedTuple):
     number: int
     item: Item  # of a long text a part
-    before: str | None = None  # the end of the text that it continues; None: it begins a text
+    continues: bool = False  # the text of the job before
     digest: int = 0  # hash of the whole text, in its last part
 
 
@@ -153,28 +152,27 @@ def batches_of(source: Source, number: int) -> Iterator[list[Job]]:
 
 def jobs_of(source: Source, number: int = 0) -> Iterator[Job]:
     """The items of a source from a number on, texts in parts of at most `STRETCH` characters."""
-    before, hashed = None, hashlib.blake2b(digest_size=8)  # of the text so far
+    rest, continues, hashed = "", False, hashlib.blake2b(digest_size=8)  # of the text so far
     for item in source.items(number):
         value = item.value
         if source.spec.format == "text":
             try:
                 text = text_of(item, source.spec)
+                hashed.update(text.encode("utf-8", "replace"))
+                *parts, rest = list(stretches(rest + text)) or [""]
+                value = rest
             except UserError as error:
-                if before is not None:  # the blocks of the text before it are written
+                if continues:  # the parts of the text before it are written
                     raise
-                text, value = "", error
-            hashed.update(text.encode("utf-8", "replace"))
-            *parts, last = list(stretches(text)) or [""]
+                parts, value = [], error
             for part in parts:
-                yield Job(number, item._replace(value=part, more=True), before)
-                before = ((before or "") + part)[-BEFORE:]
-            value = last if text else value
-        digest = int.from_bytes(hashed.digest(), "little")
-        yield Job(number, item._replace(value=value), before, digest)
-        if item.more:
-            before = ((before or "") + last)[-BEFORE:]
-        else:
-            number, before, hashed = number + 1, None, hashlib.blake2b(digest_size=8)
+                yield Job(number, item._replace(value=part, more=True), continues)
+                continues = True
+        if not item.more:
+            digest = int.from_bytes(hashed.digest(), "little")
+            yield Job(number, item._replace(value=value), continues, digest)
+            number += 1
+            rest, continues, hashed = "", False, hashlib.blake2b(digest_size=8)
 
 
 @contextlib.contextmanager
@@ -236,7 +234,7 @@ class Encoder:
             try:
                 rows += encode(job)
             except UserError as error:
-                if job.before is not None or job.item.more:  # other parts of the text are written
+                if job.continues or job.item.more:  # other parts of the text are written
                     raise
                 rows.append(Row(job.number, np.zeros(0, np.int64), problem=str(error)))
         return rows
@@ -244,16 +242,16 @@ class Encoder:
     def text_rows(self, job: Job) -> list[Row]:
         """A text, or a part of one, as a row; none of an empty text."""
         tokenizer, more, text = self.tokenizer, job.item.more, text_of(job.item, self.spec)
-        if not text and job.before is None:
+        if not text and not job.continues:
             return []
         if self.spec.special_tokens:
             head, *rest = list(tokenizer.pieces(text)) or [""]
-            begin = [head] if isinstance(head, int) else tokenizer.encode(head, job.before or "")
+            begin = [head] if isinstance(head, int) else tokenizer.encode(head, job.continues)
             ids = np.append(begin, tokenizer.encode_marked([(piece, 0) for piece in rest])[0])
             ids = ids.astype(np.int64)
         else:
-            ids = tokenizer.encode(text, job.before or "")
-        first = tokenizer.first if job.before is None else ()
+            ids = tokenizer.encode(text, job.continues)
+        first = () if job.continues else tokenizer.first
         last = () if more else tokenizer.last
         if tuple(ids[: len(first)].tolist()) != first:  # the text may have its edges
             ids = np.append(first, ids)
@@ -323,7 +321,7 @@ class Encoder:
             text=question.hash,
             characters=sum(map(len, question.texts)),
             group=question.group,
-            tail=sum(marks) + prompt_end(question, tokenizer),
+            tail=sum(marks) + prompt_end(tokenizer),
             reach=len(tokenizer.prompt(reached)),
             unread=question.unread,
         )

@@ -14,20 +14,18 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from windlass.data.items import CONVERSATION_KEYS, TO_JSON, TO_UTF8, Item, other_keys, record_of
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.tokenizer import cut_place
 from windlass.errors import UserError, first_line, plural
 
 TABLES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 SHARDS = (".bin", ".npy")  # token shards of other tools
 CODECS = (".gz", ".bz2", ".xz", ".zst")
-READ = 1 << 18  # bytes of a file at once
-BLOCK = 1 << 20  # characters of a text in one item at most
+READ = 1 << 18  # bytes of a file at once, and characters of a text
 TABLE_BYTES = 8 << 20  # of a table at once
 # Errors of the libraries that read damaged files; pyarrow's own are among Python's.
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError, OSError, ValueError, NotImplementedError, csv.Error)
@@ -173,7 +171,8 @@ def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[
             if ending == ".parquet":
                 items = _parquet(raw, place, spec, skip)
             elif is_text(path, spec):
-                items = _texts(_decoded(unpacked(path, raw)), place, spec.separator)
+                text, mark = _decoded(unpacked(path, raw)), spec.separator
+                items = _documents(text, place, mark) if mark else _text(text, place)
             elif spec.format == "squad":
                 items = _questions(unpacked(path, raw), place)
             elif ending in (".csv", ".tsv"):
@@ -212,27 +211,30 @@ def _decoded(stream: BinaryIO) -> Iterator[str]:
             yield text
 
 
-def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
-    """The documents of a text (without empty ones, if it has separators), in blocks."""
-    rest, continues = "", False  # the text that is not in an item; it continues the last item
-    edges = "\r\n" if separator else ""
-    most = BLOCK - READ
+def _text(pieces: Iterator[str], place: str) -> Iterator[Item]:
+    """A whole text, in pieces."""
+    last = next(pieces, "")
     for piece in pieces:
-        rest += piece
-        if separator:
-            *texts, rest = rest.split(separator)
-            for text in texts:
-                document = text.rstrip(edges) if continues else text.strip(edges)
-                if document or continues:
-                    yield Item(place, document)
-                continues = False
-        while len(rest) > most:
-            end = cut_place(rest, 0, most - len(separator))
-            yield Item(place, rest[:end] if continues else rest[:end].lstrip(edges), more=True)
-            rest, continues = rest[end:], True
-    document = rest.rstrip(edges) if continues else rest.strip(edges)
-    if document or continues or not separator:
-        yield Item(place, document)
+        yield Item(place, last, more=True)
+        last = piece
+    yield Item(place, last)
+
+
+def _documents(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
+    """The documents of a text between separators, without empty ones; long ones in pieces."""
+    rest, continues, edges = "", False, "\r\n"  # the text after the last item, which it continues
+    for piece in chain(pieces, [separator]):
+        *texts, rest = (rest + piece).split(separator)
+        for text in texts:
+            document = text.rstrip(edges) if continues else text.strip(edges)
+            if document or continues:
+                yield Item(place, document)
+            continues = False
+        # A part of a separator may end `rest`, after the line feeds at the end of its document.
+        begun = rest[: -len(separator)].rstrip(edges)
+        if len(begun) > READ:
+            yield Item(place, begun if continues else begun.lstrip(edges), more=True)
+            rest, continues = rest[len(begun) :], True
 
 
 def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:
@@ -242,15 +244,16 @@ def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:
             yield Item(f"{place}, line {number:,}", content)
 
 
-def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
-    """The items of a JSON array, or values one after another, such as JSON lines."""
+def _json_values(stream: BinaryIO, place: str, array: str = r"\s*\[") -> Iterator[Item]:
+    """The items of a JSON array, whose beginning `array` matches, or values one after another, such
+    as JSON lines."""
     reader, decoder = io.TextIOWrapper(stream, "utf-8-sig"), json.JSONDecoder()
-    text = reader.read(READ).lstrip()
-    is_array, is_end = text.startswith("["), False
-    at, number = int(is_array), 1
+    text = reader.read(READ)
+    begun, is_end, number = re.match(array, text), False, 1
+    at = begun.end() if begun else 0
     while True:
         at = cast(re.Match[str], BETWEEN_VALUES.match(text, at)).end()
-        if text.startswith("]", at) if is_array else is_end and at == len(text):
+        if text.startswith("]", at) if begun else is_end and at == len(text):
             return
         problem = ""
         try:
@@ -343,10 +346,11 @@ def without_nulls(value: Any) -> Any:
 def _questions(stream: BinaryIO, place: str) -> Iterator[Item]:
     """The questions of SQuAD's JSON, each with its context and the title of its article."""
     try:
-        for article in json.loads(stream.read().removeprefix(codecs.BOM_UTF8))["data"]:
+        for item in _json_values(stream, place, r'(?s).*?"data"\s*:\s*\['):
+            article = record_of(item)
             for part in article["paragraphs"]:
                 shared = {"context": part["context"], "title": str(article.get("title", ""))}
                 for question in part["qas"]:
                     yield Item(f"{place}, question {question['id']}", {**question, **shared})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (UserError, KeyError, TypeError) as error:
         raise UserError(f"{place} is not SQuAD's JSON: {type(error).__name__} {error}") from None

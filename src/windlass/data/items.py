@@ -175,13 +175,13 @@ def question_prompt(question: Question, tokenizer: Tokenizer, room: int) -> list
     ids = tokenizer.prompt(question.prompt)
     if len(ids) <= room:
         return ids
-    end = min(room, prompt_end(question, tokenizer))
+    end = min(room, prompt_end(tokenizer))
     return [*ids[: room - end], *ids[len(ids) - end :]]
 
 
-def prompt_end(question: Question, tokenizer: Tokenizer) -> int:
+def prompt_end(tokenizer: Tokenizer) -> int:
     """The tokens of the end of a prompt, which a cut keeps."""
-    return len(tokenizer.encode(ANSWER, question.prompt[: -len(ANSWER)]))
+    return len(tokenizer.encode(ANSWER, continues=True))
 
 
 Example = Conversation | Pair | Question

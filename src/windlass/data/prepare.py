@@ -217,9 +217,6 @@ class _Preparation:
             layout = f"the chat template of {name}"
             if not template.source:
                 layout = f"{PLAIN_LAYOUT} ({recipe.tokenizer} lacks a chat template)"
-            elif template.lacks_end(tokenizer):
-                end = tokenizer.inner.id_to_token(tokenizer.eot)
-                layout += f", with {end} at the end of each answer"
         index = old or Index(
             key=source_key(spec, recipe) | {"files": self.files},
             source=source.description if source else now,

@@ -109,11 +109,11 @@ class Tokenizer:
         has_line_feed = self.kind != "char" or "\n" in self.inner.get_vocab()
         return self.encode("\n").tolist()[:1] if has_line_feed else [0]
 
-    def encode(self, text: str, before: str = "") -> np.ndarray:
+    def encode(self, text: str, continues: bool = False) -> np.ndarray:
         """Token ids of a text, int64 [n]; half a surrogate pair becomes "?".
 
-        `before`: the end of the text that this one continues, for tokenizers that mark the start of
-        a text. Raises UserError for a character that the tokenizer does not know.
+        `continues`: it has no start, which some tokenizers mark, because another text precedes it.
+        Raises UserError for a character that the tokenizer does not know.
         """
         if self.kind == "byte":
             return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64)
@@ -124,17 +124,15 @@ class Tokenizer:
                 missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
                 raise UserError(f"the character tokenizer's corpus has no {missing}")
             return ids
-        parts, before = [np.zeros(0, np.int64)], valid(before)
+        parts = [np.zeros(0, np.int64)]
         for stretch in stretches(valid(text)):
-            heads = (before[-TAIL:], "a", "\n") if before and self._marks_start else ()
-            for head in heads:
+            parts.append(self._encode_stretch(stretch))
+            for head in ("a", "\n") if continues and self._marks_start else ():
                 alone, both = self._encode_stretch(head), self._encode_stretch(head + stretch)
                 if np.array_equal(both[: len(alone)], alone):
-                    parts.append(both[len(alone) :])
+                    parts[-1] = both[len(alone) :]
                     break
-            else:
-                parts.append(self._encode_stretch(stretch))
-            before = stretch
+            continues = True
         return np.concatenate(parts)
 
     def _encode_stretch(self, text: str) -> np.ndarray:
@@ -182,7 +180,7 @@ class Tokenizer:
         alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
         # one text, if this leaves the prompt's own tokens unchanged
         if both[: len(alone)] != alone or len(both) == len(alone):
-            both = alone + self.encode(answer, before=prompt or "a").tolist()
+            both = alone + self.encode(answer, continues=True).tolist()
         return both, len(alone)
 
     @cached_property

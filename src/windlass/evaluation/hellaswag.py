@@ -73,7 +73,7 @@ def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuat
             ending = f"{item.context[len(stripped) :]} {text}"
             rest = tokenizer.prompt(stripped + ending)[len(before) :]
             # an ending lacks tokens if its text merges with the context's last one
-            rest = rest or tokenizer.encode(ending, before=stripped).tolist()
+            rest = rest or tokenizer.encode(ending, continues=True).tolist()
             rows.append(Continuation(before, rest))
     return rows
 
