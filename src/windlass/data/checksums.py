@@ -27,20 +27,27 @@ def verify(
     """Check each file that changed since the last check; the ranks of a host divide them."""
     rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
     verified: States = read_json(directory / VERIFIED)
-    problem = ""
-    try:
-        states = file_states(directory, index)
-        files = [file for file in list(states)[rank::world] if verified.get(file) != states[file]]
-        with ThreadPoolExecutor(4) as pool:
-            digests = pool.map(lambda file: sha256_of(directory / file), files)
-            for done, (file, sha256) in enumerate(zip(files, digests, strict=True), 1):
-                # another process may have extended the file meanwhile
-                if sha256 != states[file][2] == file_states(directory, index).get(file, [""])[-1]:
-                    remedy = prepare_again(directory)
-                    raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
-                tick(done / len(files))
-    except UserError as error:
-        problem = str(error)
+    states, problem = verified, ""
+    while True:
+        try:
+            states = file_states(directory, index)
+            files = [
+                file for file in list(states)[rank::world] if verified.get(file) != states[file]
+            ]
+            with ThreadPoolExecutor(4) as pool:
+                digests = pool.map(lambda file: sha256_of(directory / file), files)
+                for done, (file, sha256) in enumerate(zip(files, digests, strict=True), 1):
+                    if sha256 != states[file][2]:
+                        remedy = prepare_again(directory)
+                        raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
+                    tick(done / len(files))
+        except UserError as error:
+            newest = Index.load(directory) or index
+            if newest != index:  # another process has extended the directory meanwhile
+                index = newest
+                continue
+            problem = str(error)
+        break
     if ranks:
         problem = next(filter(None, ranks.all_gather_object("damaged shards", problem)), "")
     if problem:
@@ -52,16 +59,12 @@ def verify(
 def file_states(directory: Path, index: Index) -> States:
     """The state of each local file; UserError for a wrong size."""
     states: States = {}
-    newest = Index.load(directory) or index
-    for shard in newest.shards:
-        for file, (size, sha256) in shard.files(newest.row).items():
+    for shard in index.shards:
+        for file, (size, sha256) in shard.files(index.row).items():
             path = directory / file
-            if path.is_file() and (stat := path.stat()).st_size == size:
-                states[file] = [size, stat.st_mtime_ns, sha256]
-                continue
-            if newest != (Index.load(directory) or index):
-                return file_states(directory, index)
-            raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
+            if not path.is_file() or (stat := path.stat()).st_size != size:
+                raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
+            states[file] = [size, stat.st_mtime_ns, sha256]
     return states
 
 

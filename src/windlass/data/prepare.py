@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from windlass.data.chat import PLAIN_LAYOUT, Template
 from windlass.data.checksums import file_states, remember, verify
@@ -24,9 +24,8 @@ from windlass.data.recipe_sources import (
     source_key,
 )
 from windlass.data.recipe_tokenizer import check_tokenizer, open_tokenizer, tokenizer_files
-from windlass.data.shards import INDEX, Corpus, Index, Table, prepare_again
+from windlass.data.shards import INDEX, Corpus, Index, prepare_again
 from windlass.data.sources import changes, describe_source, open_source
-from windlass.data.split import documents_read
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
@@ -76,8 +75,9 @@ def prepare(
         check_tokenizer(recipe, tokenizer)
         template = template or Template()
         preparation = _Preparation(recipe, choice, tokenizer, template, files, progress)
-        opened = [member.opened(preparation.corpus) for member in members]
-        prepared = Prepared(opened, tokenizer, template)
+        specs = [spec for member in members for spec in member.sources]
+        by_source = {spec: preparation.corpus(spec) for spec in specs}
+        prepared = Prepared(members, by_source, tokenizer, template)
         for directory, index in {c.directory: c.index for c in prepared.corpora}.items():
             verify(directory, index, lambda part: progress.update("checking SHA-256", part), ranks)
     except OSError as error:
@@ -94,13 +94,14 @@ def prepare(
 class Prepared:
     """The prepared data of a recipe, checked."""
 
-    members: list[Member[Corpus]] = field(repr=False)
+    members: list[Member] = field(repr=False)
+    by_source: dict[SourceSpec, Corpus] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     template: Template = field(repr=False)
 
     @property
     def corpora(self) -> list[Corpus]:
-        return [corpus for member in self.members for corpus in member.sources]
+        return list(self.by_source.values())
 
     @property
     def directories(self) -> list[Path]:
@@ -120,23 +121,18 @@ class Prepared:
 def find_prepared(recipe: Recipe) -> Prepared | None:
     """The prepared data of a recipe, not checked and without its chat template, for a plan. None if
     the recipe needs more."""
-    members, corpora = members_of(recipe), dict[SourceSpec, Corpus]()
+    members, by_source = members_of(recipe), dict[SourceSpec, Corpus]()
     tokenizer: Tokenizer | None = None
     for spec in (spec for member in members for spec in member.sources):
         directory = directory_of(spec, recipe)
-        index = Index.load(directory)
-        if index is None or not is_enough(directory, index, spec):
+        if (index := Index.load(directory)) is None:
             return None
         tokenizer = tokenizer or load_tokenizer(directory / FOLDER)
-        corpora[spec] = Corpus(directory, index, spec, tokenizer)
+        by_source[spec] = Corpus(directory, index, spec, tokenizer)
+        if not by_source[spec].is_enough:
+            return None
     assert tokenizer is not None
-    opened = [member.opened(corpora.__getitem__) for member in members]
-    return Prepared(opened, tokenizer, Template())
-
-
-def is_enough(directory: Path, index: Index, spec: SourceSpec) -> bool:
-    """Whether a directory has the tokens of a source as far as its limit."""
-    return index.complete or documents_read(Table(directory, index), spec) is not None
+    return Prepared(members, by_source, tokenizer, Template())
 
 
 @dataclass(frozen=True)
@@ -153,48 +149,45 @@ class _Preparation:
     def corpus(self, spec: SourceSpec) -> Corpus:
         """A source, prepared as far as its limit."""
         directory, now = directory_of(spec, self.recipe), describe_source(spec)
-        todo, index, change = self._decide(spec, directory, now)
-        if todo != "use":
+        corpus = self._find(spec, directory, now)
+        if corpus is None or not corpus.is_enough:
             with lock_directory(directory, self.progress.note):
                 # another process may have prepared it meanwhile
-                todo, index, change = self._decide(spec, directory, now)
-                if todo == "renew":
+                corpus = self._find(spec, directory, now)
+                if corpus is None:
                     # the index first, so that a kill leaves none without its shards
                     (directory / INDEX).unlink(missing_ok=True)
                     for path in (*directory.glob("shard-*"), *directory.glob(".*.new")):
                         path.unlink(missing_ok=True)
-                    index, change = None, ""
-                if todo != "use":
-                    index = self._write(spec, directory, index, now)
-        assert index is not None
-        if spec.is_val and not index.tokens:
+                if corpus is None or not corpus.is_enough:
+                    index = self._write(spec, directory, corpus.index if corpus else None, now)
+                    corpus = Corpus(directory, index, spec, self.tokenizer, is_new=True)
+        if spec.is_val and not corpus.index.tokens:
             raise UserError(f"{spec.setting}: there is nothing to read in {spec.name}")
-        is_new = todo != "use"
-        return Corpus(directory, index, spec, self.tokenizer, is_new=is_new, change=change)
+        return corpus
 
-    def _decide(
-        self, spec: SourceSpec, directory: Path, now: dict[str, Any]
-    ) -> tuple[Literal["use", "extend", "renew"], Index | None, str]:
-        """What to do for a source described as `now`, its index, and a sentence on a change."""
+    def _find(self, spec: SourceSpec, directory: Path, now: dict[str, Any]) -> Corpus | None:
+        """What is prepared of a source described as `now`; None if all of it is to be prepared."""
         index, change = Index.load(directory), ""
         if index is None:
-            return "renew", None, ""
+            return None
         since = f"changed since {directory} was prepared"
         if self.files and index.key.get("files", self.files) != self.files:
             change = f"the files of data.tokenizer or data.chat_template have {since}"
         elif now and (difference := changes(index.source, now)):
             change = f"{spec.setting}: {spec.name} has {since}: {difference}"
-        enough = is_enough(directory, index, spec)
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
         if self.choice == "prepare" and (change or is_other):
-            return "renew", index, change
+            return None
         if is_other:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
-        if change and not (self.choice == "keep" and enough):
-            keep = 'data.changed="keep" trains on the prepared tokens, ' if enough else ""
+        corpus = Corpus(directory, index, spec, self.tokenizer, change=change)
+        if change and not (self.choice == "keep" and corpus.is_enough):
+            keep = 'data.changed="keep" trains on the prepared tokens, '
+            keep = keep if corpus.is_enough else ""
             raise UserError(f'{change}; {keep}data.changed="prepare" prepares it again')
-        return "use" if enough else "extend", index, change
+        return corpus
 
     def _write(
         self, spec: SourceSpec, directory: Path, old: Index | None, now: dict[str, Any]
