@@ -179,7 +179,7 @@ def hashed(monkeypatch):
     """The names of the files that are hashed."""
     names = []
     monkeypatch.setattr(
-        "windlass.data.checksums.sha256_of", lambda path: names.append(path.name) or sha256_of(path)
+        "windlass.data.prepare.sha256_of", lambda path: names.append(path.name) or sha256_of(path)
     )
     return names
 
@@ -221,7 +221,7 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
 ):
     recipe, data, directory = prepared
     (directory / "verified.json").unlink()
-    monkeypatch.setattr("windlass.data.checksums.remember", lambda directory, states: None)
+    monkeypatch.setattr("windlass.data.prepare._remember", lambda directory, states: None)
     assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
     files = [path.name for path in directory.glob("shard-*")]
     assert len(files) > 4 and sorted(hashed) == sorted(files)
@@ -362,6 +362,29 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
         open_data(recipe, resuming=True)
     first = open_data(recipe.replace("data.changed=prepare")).train.read(np.array([0])).tokens
     assert first[0, :3].tolist() == [1, 1, 2]
+
+
+def test_shards_of_others_move_with_their_project(tmp_path, monkeypatch):
+    """`data/` may be a link to another disk."""
+    (tmp_path / "disk").mkdir()
+    for name in ("old", "new/place"):
+        folder = tmp_path / name
+        if name == "old":
+            (folder / "tokens").mkdir(parents=True)
+            (folder / "data").symlink_to(tmp_path / "disk")
+            nanogpt(folder / "tokens" / "x.bin", list(range(200)))
+        else:
+            folder.parent.mkdir()
+            (tmp_path / "old").rename(folder)
+            (folder / "data").unlink()
+            (tmp_path / "disk").rename(folder / "data")
+        monkeypatch.chdir(folder)
+        data = open_data(recipe_for("shards:tokens/*.bin", "data"))
+        assert data.train.read(np.array([0])).tokens[0, :3].tolist() == [0, 1, 2]
+        assert data.prepared.is_new == (name == "old")
+    (folder / "tokens" / "x.bin").unlink()
+    with refused("the shard tokens/x.bin", "delete data"):
+        open_data(recipe_for("shards:tokens/*.bin", "data"))
 
 
 def tokens_and_row(recipe, sample=0):

@@ -44,7 +44,7 @@ def index_shards(
     with ThreadPoolExecutor(workers or None) as pool:
         for shard in pool.map(lambda place: _checked(spec, directory, index, place), places):
             index.shards.append(shard)
-            progress.update(f"shards of {spec.name}", len(index.shards) / len(places))
+            progress.update(f"checking {spec.name}", len(index.shards) / len(places))
     index.complete = True
     index.save(directory)
     return index

@@ -5,12 +5,15 @@ needs them, and all ranks check them. Reading divides them into training and val
 from __future__ import annotations
 
 import errno
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.chat import PLAIN_LAYOUT, Template
-from windlass.data.checksums import file_states, remember, verify
 from windlass.data.encode import Encoder, write_source
 from windlass.data.external_shards import index_shards
 from windlass.data.progress import Progress
@@ -24,16 +27,21 @@ from windlass.data.recipe_sources import (
     source_key,
 )
 from windlass.data.recipe_tokenizer import check_tokenizer, open_tokenizer, tokenizer_files
-from windlass.data.shards import INDEX, Corpus, Index, prepare_again
+from windlass.data.shards import INDEX, Corpus, Index, bad_shard, prepare_again
 from windlass.data.sources import changes, describe_source, open_source
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
+from windlass.fileio import read_json, sha256_of, write_atomic
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe
 
 if TYPE_CHECKING:
     from windlass.parallel.ranks import Ranks
+
+VERIFIED = "verified.json"
+# Of each file whose SHA-256 was checked: its size, time of change (ns) and SHA-256.
+States = dict[str, list[int | str]]
 
 
 def prepare(
@@ -79,7 +87,7 @@ def prepare(
         by_source = {spec: preparation.corpus(spec) for spec in specs}
         prepared = Prepared(members, by_source, tokenizer, template)
         for directory, index in {c.directory: c.index for c in prepared.corpora}.items():
-            verify(directory, index, lambda part: progress.update("checking SHA-256", part), ranks)
+            _verify(directory, index, lambda part: progress.update("checking SHA-256", part), ranks)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
@@ -228,6 +236,59 @@ class _Preparation:
             encoder = Encoder(spec, tokenizer, template)
             workers = recipe.data.workers or usable_cores()
             index = write_source(source, directory, index, encoder, workers, self.progress)
-        if old is None:  # After a resume, `verify` must still hash the earlier process's files.
-            remember(directory, file_states(directory, index))
+        if old is None:  # After a resume, `_verify` must still hash the earlier process's files.
+            _remember(directory, _states(directory, index))
         return index
+
+
+def _verify(
+    directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
+) -> None:
+    """Check each file that changed since the last check; the ranks of a host divide them."""
+    rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
+    verified: States = read_json(directory / VERIFIED)
+    states, problem = verified, ""
+    while True:
+        try:
+            states = _states(directory, index)
+            files = [
+                file for file in list(states)[rank::world] if verified.get(file) != states[file]
+            ]
+            with ThreadPoolExecutor(4) as pool:
+                digests = pool.map(lambda file: sha256_of(directory / file), files)
+                for done, (file, sha256) in enumerate(zip(files, digests, strict=True), 1):
+                    if sha256 != states[file][2]:
+                        remedy = prepare_again(directory)
+                        raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
+                    tick(done / len(files))
+        except UserError as error:
+            newest = Index.load(directory) or index
+            if newest != index:  # another process has extended the directory meanwhile
+                index = newest
+                continue
+            problem = str(error)
+        break
+    if ranks:
+        problem = next(filter(None, ranks.all_gather_object("damaged shards", problem)), "")
+    if problem:
+        raise UserError(problem)
+    if rank == 0 and states != verified:
+        _remember(directory, states)
+
+
+def _states(directory: Path, index: Index) -> States:
+    """The state of each local file; UserError for a wrong size."""
+    states: States = {}
+    for shard in index.shards:
+        for file, (size, sha256) in shard.files(index.row).items():
+            path = directory / file
+            if not path.is_file() or (stat := path.stat()).st_size != size:
+                raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
+            states[file] = [size, stat.st_mtime_ns, sha256]
+    return states
+
+
+def _remember(directory: Path, states: States) -> None:
+    """Record that the files were checked, or written, in these states."""
+    if os.access(directory, os.W_OK):
+        write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")

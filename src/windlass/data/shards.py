@@ -141,6 +141,8 @@ def prepare_again(directory: Path) -> str:
 
 
 def bad_shard(path: Path | str, problem: str) -> UserError:
+    if isinstance(path, Path):
+        path = os.path.normpath(path)  # another tool's shard lies beside the data directory
     return UserError(f"the shard {path} {problem}")
 
 
