@@ -82,7 +82,7 @@ def test_shakespeare_as_nanogpt_splits_and_counts_it(data_files, tmp_path):
 
 
 def test_a_large_vocabulary_lies_in_32_bits_and_a_single_text_ends_at_its_limit(tmp_path):
-    text = "".join(chr(c) for c in range(0x3400, 0x3400 + 75_000) if not 0xD800 <= c < 0xE000)
+    text = "".join(chr(c) for c in range(0x3400, 0x3400 + 68_000) if not 0xD800 <= c < 0xE000)
     (tmp_path / "x.txt").write_text(text, encoding="utf-8")
     recipe = recipe_for(tmp_path / "x.txt", tmp_path / "data", tokenizer="char", val_fraction=0)
     directory, index = run(recipe)
@@ -122,17 +122,17 @@ def written(folder, kind, texts=None, **changes):
     if kind == "rewritten":
         (folder / "layout.jinja").write_text(REWRITES)
         how |= {"context": 900, "chat_template": str(folder / "layout.jinja")}
-    source = how.pop("source", "stdlib")
+    source = how.pop("source", "")
     return lambda root: recipe_for(source, root, **how)
 
 
-@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "rewritten", "squad"])
 def test_workers_change_no_byte(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 300)
     make = written(tmp_path / "s", kind, tokenizer="bpe", tokenizer_vocab=270)
-    for n in (1, 3):
+    for n in (1, 2):
         prepare(make(tmp_path / f"{n}").replace(f"data.workers={n}"))
-    assert files_of(tmp_path / "1") == files_of(tmp_path / "3")
+    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
 
 
 class Killed(BaseException):
@@ -210,8 +210,8 @@ def test_extended_it_has_the_bytes_of_one_that_was_prepared_at_once(tmp_path, ki
 @pytest.mark.parametrize("kind", ["chat", "squad"])
 def test_extended_validation_examples_are_those_of_a_limit_prepared_at_once(tmp_path, kind):
     """The example at the end of the last full shard comes again, and counts once for the limit."""
-    how = write_source(tmp_path / "s", kind, ["x"] * 600) | {"workers": 1, "val_fraction": 0.5}
-    held = write_source(tmp_path / "v", kind, ["x"] * 600)["source"]
+    how = write_source(tmp_path / "s", kind, ["x"] * 30) | {"workers": 1, "val_fraction": 0.5}
+    held = write_source(tmp_path / "v", kind, ["x"] * 400)["source"]
     source = how.pop("source")
     for limit in (2000, 5000, 8000):
         extended, at_once = (
@@ -240,14 +240,14 @@ def test_starts_during_extensions_find_whole_data(tmp_path):
     small = recipe_for(source, tmp_path / "data", max_tokens=4000)
     first, starts = open_data(small).fingerprint, 0
     data = {"source": str(source), "dir": str(tmp_path / "data")}
-    limits = [{**data, "max_tokens": limit} for limit in range(8000, 60_000, 4000)]
+    limits = [{**data, "max_tokens": limit} for limit in range(8000, 60_000, 9000)]
     with subprocess.Popen([sys.executable, "-c", PREPARE, json.dumps(limits)]) as process:
         while process.poll() is None:
             data = open_data(small)
             data.train.read(np.arange(len(data.train)))
             assert data.fingerprint == first
             starts += 1
-    assert process.returncode == 0 and starts > 5
+    assert process.returncode == 0 and starts > 3
     assert open_data(small).prepared.corpora[0].index.tokens > 50_000
 
 
@@ -497,7 +497,7 @@ def test_several_sources_give_equal_parts_at_most(tmp_path):
 
 
 def test_a_script_without_a_main_guard_prepares_conversations(tmp_path):
-    source = conversations(tmp_path / "x.jsonl", 900)
+    source = conversations(tmp_path / "x.jsonl", 300)
     (tmp_path / "script.py").write_text(PREPARE)
     data = {"source": str(source), "dir": "data", "format": "chat", "workers": 2}
     words = [sys.executable, "script.py", json.dumps([data])]

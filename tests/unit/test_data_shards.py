@@ -365,26 +365,22 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
 
 
 def test_shards_of_others_move_with_their_project(tmp_path, monkeypatch):
-    """`data/` may be a link to another disk."""
-    (tmp_path / "disk").mkdir()
-    for name in ("old", "new/place"):
-        folder = tmp_path / name
-        if name == "old":
-            (folder / "tokens").mkdir(parents=True)
-            (folder / "data").symlink_to(tmp_path / "disk")
-            nanogpt(folder / "tokens" / "x.bin", list(range(200)))
-        else:
-            folder.parent.mkdir()
-            (tmp_path / "old").rename(folder)
-            (folder / "data").unlink()
-            (tmp_path / "disk").rename(folder / "data")
-        monkeypatch.chdir(folder)
-        data = open_data(recipe_for("shards:tokens/*.bin", "data"))
-        assert data.train.read(np.array([0])).tokens[0, :3].tolist() == [0, 1, 2]
-        assert data.prepared.is_new == (name == "old")
-    (folder / "tokens" / "x.bin").unlink()
+    """`data/` is a link to another disk."""
+    project, recipe = tmp_path / "old", recipe_for("shards:tokens/*.bin", "data")
+    for folder in (project / "tokens", tmp_path / "disk", tmp_path / "new"):
+        folder.mkdir(parents=True)
+    (project / "data").symlink_to(tmp_path / "disk")
+    nanogpt(project / "tokens" / "x.bin", list(range(200)))
+    monkeypatch.chdir(project)
+    assert open_data(recipe).prepared.is_new
+    project = project.rename(tmp_path / "new" / "place")
+    monkeypatch.chdir(project)
+    data = open_data(recipe)
+    assert data.train.read(np.array([0])).tokens[0, :3].tolist() == [0, 1, 2]
+    assert not data.prepared.is_new
+    (project / "tokens" / "x.bin").unlink()
     with refused("the shard tokens/x.bin", "delete data"):
-        open_data(recipe_for("shards:tokens/*.bin", "data"))
+        open_data(recipe)
 
 
 def tokens_and_row(recipe, sample=0):

@@ -82,9 +82,9 @@ def _checked(spec: SourceSpec, directory: Path, index: Index, place: str) -> Sha
     if isinstance(file, RemoteFile):
         content = file.version
     elif Path(spec.name.partition(":")[2]).expanduser().is_absolute():
-        place = os.path.realpath(place)
+        place = os.path.abspath(place)
     else:  # A project that moves takes both directories with it.
-        place = os.path.relpath(os.path.realpath(place), os.path.realpath(directory))
+        place = os.path.relpath(place, directory)
     return Shard(file=place, tokens=tokens, sha256=content, dtype=dtype.str, offset=offset)
 
 

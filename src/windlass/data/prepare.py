@@ -27,7 +27,7 @@ from windlass.data.recipe_sources import (
     source_key,
 )
 from windlass.data.recipe_tokenizer import check_tokenizer, open_tokenizer, tokenizer_files
-from windlass.data.shards import INDEX, Corpus, Index, bad_shard, prepare_again
+from windlass.data.shards import INDEX, Corpus, Index, bad_shard, located, prepare_again
 from windlass.data.sources import changes, describe_source, open_source
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.tokenizer_kinds import load_tokenizer
@@ -255,11 +255,11 @@ def _verify(
                 file for file in list(states)[rank::world] if verified.get(file) != states[file]
             ]
             with ThreadPoolExecutor(4) as pool:
-                digests = pool.map(lambda file: sha256_of(directory / file), files)
+                digests = pool.map(lambda file: sha256_of(located(directory, file)), files)
                 for done, (file, sha256) in enumerate(zip(files, digests, strict=True), 1):
                     if sha256 != states[file][2]:
-                        remedy = prepare_again(directory)
-                        raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
+                        problem = f"is damaged (SHA-256); {prepare_again(directory)}"
+                        raise bad_shard(located(directory, file), problem)
                     tick(done / len(files))
         except UserError as error:
             newest = Index.load(directory) or index
@@ -281,7 +281,7 @@ def _states(directory: Path, index: Index) -> States:
     states: States = {}
     for shard in index.shards:
         for file, (size, sha256) in shard.files(index.row).items():
-            path = directory / file
+            path = located(directory, file)
             if not path.is_file() or (stat := path.stat()).st_size != size:
                 raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
             states[file] = [size, stat.st_mtime_ns, sha256]

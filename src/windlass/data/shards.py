@@ -136,13 +136,17 @@ class Index(BaseModel):
         raise UserError(f"{path} is damaged or of another version; {remedy}")
 
 
+def located(directory: Path, file: str) -> Path:
+    """A file of a data directory, or another tool's shard, named from there: the directory may be a
+    link."""
+    return Path(os.path.normpath(directory / file))
+
+
 def prepare_again(directory: Path) -> str:
     return f"delete {directory} and prepare the data again"
 
 
 def bad_shard(path: Path | str, problem: str) -> UserError:
-    if isinstance(path, Path):
-        path = os.path.normpath(path)  # another tool's shard lies beside the data directory
     return UserError(f"the shard {path} {problem}")
 
 
@@ -287,7 +291,7 @@ class Corpus:
         def opened(shard: Shard) -> LocalFile | RemoteFile:
             if shard.is_remote:
                 return RemoteFile(shard.file, directory.parent / CACHE, cache_bytes, shard.sha256)
-            return LocalFile(directory / shard.file)
+            return LocalFile(located(directory, shard.file))
 
         return opened
 
