@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from array import array
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,6 +83,7 @@ bf16                 | train.precision=bf16 parallel.activation_checkpointing=fu
 selective_fp64       | train.precision=fp64 parallel.activation_checkpointing=selective train.steps=20 | 1 |
 epochs               | data.source=little.txt train.steps="3_epochs" eval.every="1_epoch" | 1 |
 shards_shuffled      | data.order=shards-shuffled data.shard_tokens=1024 data.source=documents.jsonl train.steps=120 | 1 |
+foreign_shards       | data.source=shards:tokens_*.bin data.order=shards-shuffled train.steps=120 eval.sample_every=0 | 1 |
 bpe                  | BPE                                                      | 1 | export
 resume               | model.dropout=0.1                                        | 1 | stop
 reshard              | model.dropout=0.1 SHARDED                                | 2 | stop
@@ -127,6 +129,9 @@ def make_inputs(work: Path) -> bool:
     (work / "little.txt").write_text(text(2, 800))
     documents = [text(10 + i, 1 + 7 * i % 90) for i in range(150)]
     (work / "documents.jsonl").write_text(json_lines({"text": one} for one in documents))
+    for number, name in enumerate(("train_0", "train_1", "val_0")):  # as nanoGPT's
+        ids = array("H", text(90 + number, 700).encode())
+        (work / f"tokens_{name}.bin").write_bytes(ids.tobytes())
     roles = [("system", 500), ("user", 600), ("assistant", 700), ("user", 800), ("assistant", 900)]
     talks = []
     for i in range(60):

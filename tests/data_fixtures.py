@@ -1,16 +1,20 @@
 """What the tests of the data share: recipes over small corpora."""
 
+import csv
+import gzip
 import hashlib
 import itertools
 import json
 import random
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from windlass.data.samples import SetTokens
+from windlass.data.shards import MARK
+from windlass.data.split import DocumentSet
 from windlass.recipe import Recipe
 
 
@@ -63,18 +67,37 @@ def questions(path: Path, articles: int, each: int = 5) -> Path:
     return path
 
 
-def write_source(folder: Path, kind: str, texts: list[str]) -> dict[str, str]:
-    """Settings of a source of a kind with these texts, or as many conversations or questions."""
+def write_source(folder: Path, kind: str, texts: list[str]) -> dict[str, Any]:
+    """Settings of a source of a kind with these texts, or as many conversations or questions; `mix`
+    has half of them as texts and half as conversations."""
     folder.mkdir(exist_ok=True)
     file = folder / f"x.{kind}"
+    if kind == "mix":
+        half = len(texts) // 2
+        parts = [write_source(folder, "jsonl", texts[:half])]
+        parts.append(write_source(folder / "talk", "chat", texts[half:]))
+        return {"mix": [{"name": f"part{n}", **part} for n, part in enumerate(parts)]}
     if kind == "chat":
         file = conversations(folder / "x.jsonl", len(texts), longest=20)
         return {"source": str(file), "format": "chat"}
     if kind == "squad":
         file = questions(folder / "x.json", len(texts) // 5)
         return {"source": f"squad:{file}", "format": "squad"}
+    records = [{"text": text} for text in texts]
+    if kind == "hf":
+        write_source(folder, "parquet", texts)
+        return {"source": f"hf:{folder}"}
     if kind == "jsonl":
         jsonl(file, texts)
+    elif kind == "json":
+        file.write_text(json.dumps(records))
+    elif kind == "jsonl.gz":
+        file.write_bytes(gzip.compress(jsonl(folder / "x.jsonl", texts).read_bytes(), 1))
+    elif kind == "csv":
+        with file.open("w", encoding="utf-8", newline="") as out:
+            writer = csv.DictWriter(out, ["text"])
+            writer.writeheader()
+            writer.writerows(records)
     elif kind == "parquet":
         pq.write_table(pa.table({"text": texts}), file, row_group_size=len(texts) // 9)
     else:
@@ -120,12 +143,10 @@ def reference_split(texts: list[str], fraction: float) -> tuple[list[str], list[
     return train, val
 
 
-def read_documents(parts) -> list[list[int]]:
-    """The tokens of each document of the parts of a set."""
-    tokens = SetTokens(parts)
-    edges = tokens.documents.tolist()
-    row = tokens.read(0, len(tokens))
-    return [row[a:b].tolist() for a, b in itertools.pairwise(edges)]
+def read_documents(tokens: DocumentSet) -> list[list[int]]:
+    """The tokens of each document of a set."""
+    row = tokens.read(0, len(tokens)) % MARK
+    return [row[a:b].tolist() for a, b in itertools.pairwise(tokens.edges.tolist())]
 
 
 def texts_of(data) -> tuple[list[str], list[str]]:
@@ -134,8 +155,8 @@ def texts_of(data) -> tuple[list[str], list[str]]:
     return tuple(
         [
             data.tokenizer.decode(t for t in document if t not in special)
-            for member in members
-            for document in (read_documents(member) if member else [])
+            for tokens in sets
+            for document in read_documents(tokens)
         ]
-        for members in (data.division.train, data.division.val)
+        for sets in (data.division.train, data.division.val)
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from windlass.data.recipe_sources import Member, SourceSpec
-from windlass.data.samples import ExampleSamples, SetTokens
+from windlass.data.samples import ExampleSamples
 from windlass.data.shards import Corpus, Index, Row, ShardWriter
 from windlass.data.split import divide
 from windlass.data.tokenizer_kinds import byte_tokenizer
@@ -49,7 +49,7 @@ def corpus_of(rows: list[Example], folder: Path, shard_tokens: int = 501) -> Cor
         key={}, source={}, tokenizer=BYTES.describe(), shard_tokens=shard_tokens, masked=True
     )
     folder.mkdir(parents=True, exist_ok=True)
-    with ShardWriter(folder, index, "uint16") as writer:
+    with ShardWriter(folder, index) as writer:
         for number, one in enumerate(rows):
             tokens, marks = np.array(one.tokens, np.int64), np.array(one.marks, bool)
             own = {"group": one.group, "tail": one.tail, "reach": one.reach}
@@ -62,6 +62,7 @@ def opened(
     rows: list[Example], folder: Path, context: int, *, packed: bool = False, pad: int = 255, **more
 ) -> ExampleSamples:
     """The samples of examples."""
-    member = Member("", DataSettings(val_fraction=0), [corpus_of(rows, folder, **more)], [])
-    tokens = SetTokens(divide([member]).train[0])
+    corpus = corpus_of(rows, folder, **more)
+    member = Member("", DataSettings(val_fraction=0), [corpus.spec], [])
+    tokens = divide([member], {corpus.spec: corpus}).train[0]
     return ExampleSamples(tokens, context, pad=pad, packed=packed)

@@ -17,9 +17,11 @@ import pytest
 import forked
 from data_fixtures import documents, write_source
 from helpers import command
-from windlass.data.shards import Index, Table
+from windlass.data.recipe_sources import SourceSpec
+from windlass.data.shards import Corpus, Index
+from windlass.data.tokenizer_kinds import byte_tokenizer
 
-ITEMS = {"txt": 1, "jsonl": 9000, "parquet": 9000, "chat": 4000, "squad": 7500}
+ITEMS = {"txt": 1, "chat": 4000, "squad": 7500, "mix": 8000}  # of other kinds 9,000
 
 
 def prepare(settings, root):
@@ -45,17 +47,20 @@ def committed(root: Path) -> int:
 
 def whole_of(folder: Path, kind: str):
     """Settings of a source, and the files of its undisturbed preparation."""
-    items = ITEMS[kind]
+    items = ITEMS.get(kind, 9000)
     texts = [f"{i} {text}" for i, text in enumerate(documents(max(items, 4000), longest=200))]
-    settings = [f"data.{key}={value}" for key, value in write_source(folder, kind, texts).items()]
-    settings.append("model.context=2048")
+    how = write_source(folder, kind, texts)
+    if kind == "mix":  # in TOML
+        parts = [", ".join(f'{key} = "{value}"' for key, value in p.items()) for p in how["mix"]]
+        how["mix"] = f"[{', '.join(f'{{{part}}}' for part in parts)}]"
+    settings = [f"data.{key}={value}" for key, value in how.items()] + ["model.context=2048"]
     assert forked.run(prepare(settings, folder / "whole"), timeout=120).returncode == 0
-    (directory,) = [path.parent for path in (folder / "whole").glob("*/index.json")]
-    index = Index.load(directory)
-    assert index.complete and index.items == index.documents == items  # none lost, none double
-    if kind != "txt":
-        table = Table(directory, index)
-        assert len(np.unique(table.field("text"))) == items
+    paths = [path.parent for path in (folder / "whole").glob("*/index.json")]
+    spec, tokenizer = SourceSpec("x", "x"), byte_tokenizer()
+    corpora = [Corpus(path, Index.load(path), spec, tokenizer) for path in paths]
+    counts = [(c.index.items, c.documents, len(np.unique(c.field("text")))) for c in corpora]
+    # none lost, none double
+    assert np.sum(counts, axis=0).tolist() == [items] * 3 and all(c.index.complete for c in corpora)
     return settings, content(folder / "whole")
 
 
@@ -64,7 +69,10 @@ def whole_of(folder: Path, kind: str):
     [
         "jsonl",
         "chat",
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("txt", "parquet", "squad")),
+        *(
+            pytest.param(kind, marks=pytest.mark.full)
+            for kind in ("txt", "parquet", "csv", "json", "jsonl.gz", "hf", "mix", "squad")
+        ),
     ],
 )
 def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, kind):
@@ -93,7 +101,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, kind):
     assert process.returncode == 0 and "going on after" in log.read_text(), log.read_text()
     assert kills >= 2 and content(root) == wanted
     _, alive = psutil.wait_procs(orphans, timeout=20)
-    assert not alive and (kind not in ("chat", "squad") or orphans)
+    assert not alive and (kind not in ("chat", "squad", "mix") or orphans)
 
 
 def works(process, root) -> bool:

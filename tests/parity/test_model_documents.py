@@ -18,9 +18,9 @@ from windlass import train
 from windlass.data.batch import Batch
 from windlass.data.loader import to_tensor
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.samples import PackedSamples, SetTokens
+from windlass.data.samples import PackedSamples
 from windlass.data.shards import Corpus, Index, Row, ShardWriter
-from windlass.data.split import Part
+from windlass.data.split import DocumentSet
 from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.model.attention import Documents, documents_of
 from windlass.model.build import build_model
@@ -61,15 +61,16 @@ def texts(folder: Path) -> tuple[list[Batch[Any]], list[Batch[Any]]]:
     documents = [np.append(eot, draw.integers(0, 9, size - 1)) for size in sizes]
     tokenizer = byte_tokenizer()
     index = Index(key={}, source={}, tokenizer=tokenizer.describe(), shard_tokens=100)
-    with ShardWriter(folder, index, "uint16") as writer:
+    with ShardWriter(folder, index) as writer:
         for number, document in enumerate(documents):
             writer.add(Row(number, document))
         index = writer.finish(complete=True)
     assert len(index.shards) > 3
     edges = np.cumsum([0, *sizes])
     corpus = Corpus(folder, index, SourceSpec("x", "x"), tokenizer)
-    part = Part(corpus, edges[[0, -1]][None], edges, np.arange(len(sizes)))
-    rows = PackedSamples(SetTokens([part]), CONTEXT, ragged=True, following=eot)
+    ranges = np.stack([edges[:-1], edges[1:]], axis=1)
+    tokens = DocumentSet([corpus], [np.arange(len(sizes))], [ranges])
+    rows = PackedSamples(tokens, CONTEXT, ragged=True, following=eot)
     joined = [rows.read(np.arange(i, min(i + 3, len(rows)))) for i in range(0, len(rows), 3)]
     parts, place = list[Batch[Any]](), 0
     for document in documents:

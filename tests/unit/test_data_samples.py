@@ -62,7 +62,7 @@ def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, 
     over = [len(one.tokens) - context - 1 for one, _ in kept if len(one.tokens) > context + 1]
     assert (samples.cut, samples.cut_tokens) == (len(over), sum(over))
     begins = np.cumsum([0, *(len(one.tokens) for one in rows)])[:-1]
-    ends = np.cumsum([s.tokens for s in samples._tokens.parts[0].corpus.index.shards])
+    ends = np.cumsum([s.tokens for s in samples._tokens.corpora[0].index.shards])
     shard_of = np.searchsorted(ends, begins, "right")
     learns = np.array([cut(one, context) is not None for one in rows])
     expected = np.bincount(shard_of[learns], minlength=len(ends))

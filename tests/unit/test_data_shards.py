@@ -18,9 +18,9 @@ from data_fixtures import documents, jsonl, recipe_for
 from helpers import refused
 from windlass.data.open import open_data
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.samples import PackedSamples, SetTokens
-from windlass.data.shards import Corpus, Index, Row, ShardWriter, Table
-from windlass.data.split import Part
+from windlass.data.samples import PackedSamples
+from windlass.data.shards import MARK, Corpus, Index, Row, ShardWriter
+from windlass.data.split import DocumentSet
 from windlass.data.tokenizer import Description
 from windlass.data.tokenizer_kinds import bpe_tokenizer, byte_tokenizer, char_tokenizer
 from windlass.errors import UserError
@@ -42,9 +42,9 @@ def new_index(shard_tokens, masked=False):
 
 def write(folder, rows, shard_tokens, masked=False):
     """The index of rows that are written with a resume after every full shard."""
-    index = new_index(shard_tokens, masked).save(folder)
+    index = new_index(shard_tokens, masked)
     while not index.complete:
-        with ShardWriter(folder, index, "uint16") as writer:
+        with ShardWriter(folder, index) as writer:
             before = len(writer.index.shards)
             for row in rows:
                 if row.item >= index.resume.item and len(writer.index.shards) == before:
@@ -53,11 +53,6 @@ def write(folder, rows, shard_tokens, masked=False):
                 writer.finish(complete=True)
         index = Index.load(folder)
     return index
-
-
-def part_of(folder, index, ranges, edges, numbers):
-    corpus = corpus_of(folder, index)
-    return Part(corpus, np.array(ranges, np.int64), np.array(edges), np.array(numbers, np.int64))
 
 
 def corpus_of(folder, index):
@@ -91,25 +86,24 @@ def test_what_is_written_is_read(tmp_path_factory, sizes, shard_tokens, masked, 
             rows.append(row)
         ends.append(len(bits))
     index = write(folder, rows, shard_tokens, masked)
-    assert index.tokens == len(bits) and index.documents == len(items)
+    assert index.tokens == len(bits)
     longest = max(len(row.tokens) for row in rows)
     assert all(0 <= s.tokens - shard_tokens < longest for s in index.shards[:-1])
     corpus = corpus_of(folder, index)
-    assert corpus.read(0, len(bits)).tolist() == list(range(len(bits)))
-    assert corpus._local.cache_info().currsize <= 3
+    tokens = [token + masked * bits[token] * MARK for token in range(len(bits))]
+    assert corpus.read(0, len(bits)).tolist() == tokens
+    assert corpus._file.cache_info().currsize <= 3
     start = data.draw(st.integers(0, len(bits)))
     stop = data.draw(st.integers(start, len(bits)))
-    assert corpus.read(start, stop).tolist() == list(range(start, stop))
-    table = corpus.table
+    assert corpus.read(start, stop).tolist() == tokens[start:stop]
     if masked:
-        assert corpus.marks(start, stop).tolist() == bits[start:stop]
-        assert table.field("group").tolist() == [2000 + i for i in range(len(items))]
-    assert table.edges.tolist() == ends
-    assert table.field("text").tolist() == [1000 + i for i in range(len(items))]
-    assert table.characters.tolist() == [sum(range(1, len(parts) + 1)) for _, parts in items]
+        assert corpus.field("group").tolist() == [2000 + i for i in range(len(items))]
+    assert corpus.document_edges.tolist() == ends
+    assert corpus.field("text").tolist() == [1000 + i for i in range(len(items))]
+    assert corpus.characters.tolist() == [sum(range(1, len(parts) + 1)) for _, parts in items]
     names = [file for shard in index.shards for file in shard.files(index.row)]
     assert {path.name for path in folder.iterdir()} == {"index.json", *names}
-    with ShardWriter(at_once, new_index(shard_tokens, masked), "uint16") as writer:
+    with ShardWriter(at_once, new_index(shard_tokens, masked)) as writer:
         for row in rows:
             writer.add(row)
         writer.finish(complete=True)
@@ -119,12 +113,12 @@ def test_what_is_written_is_read(tmp_path_factory, sizes, shard_tokens, masked, 
 @pytest.mark.parametrize("more", [False, True])
 def test_a_table_of_a_killed_preparation_has_only_whole_documents(tmp_path, more):
     """The last full shard may end with a row that ends a document, or with another."""
-    with ShardWriter(tmp_path, new_index(12), "uint16") as writer:
+    with ShardWriter(tmp_path, new_index(12)) as writer:
         writer.add(Row(0, np.arange(8), text=5))
         writer.add(Row(1, np.arange(10), text=0 if more else 6, more=more))
-    table = Table(tmp_path, Index.load(tmp_path))
-    assert table.edges.tolist() == ([0, 8] if more else [0, 8, 18])
-    assert table.field("text").tolist() == ([5] if more else [5, 6])
+    corpus = corpus_of(tmp_path, Index.load(tmp_path))
+    assert corpus.document_edges.tolist() == ([0, 8] if more else [0, 8, 18])
+    assert corpus.field("text").tolist() == ([5] if more else [5, 6])
 
 
 PIECES = st.lists(st.integers(1, 30), min_size=1, max_size=12)
@@ -139,8 +133,9 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     cuts = sorted(data.draw(st.sets(st.integers(0, total), min_size=2, max_size=6)))
     ranges = list(zip(cuts[::2], cuts[1::2], strict=False))
     inside = [t for start, stop in ranges for t in range(start, stop)]
-    part = part_of(folder, index, ranges, [len(inside)], [])
-    samples = PackedSamples(SetTokens([part]), context, ragged=ragged)
+    corpus = corpus_of(folder, index)
+    tokens = DocumentSet([corpus], [np.arange(len(ranges))], [np.array(ranges)])
+    samples = PackedSamples(tokens, context, ragged=ragged)
     pairs = list(itertools.pairwise(inside))
     width = max(1, len(pairs)) if ragged and len(inside) <= context else context
     rows = [pairs[i : i + width] for i in range(0, len(pairs), width)]
@@ -184,7 +179,7 @@ def hashed(monkeypatch):
     """The names of the files that are hashed."""
     names = []
     monkeypatch.setattr(
-        "windlass.data.checksums.sha256_of", lambda path: names.append(path.name) or sha256_of(path)
+        "windlass.data.prepare.sha256_of", lambda path: names.append(path.name) or sha256_of(path)
     )
     return names
 
@@ -226,7 +221,7 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
 ):
     recipe, data, directory = prepared
     (directory / "verified.json").unlink()
-    monkeypatch.setattr("windlass.data.checksums.remember", lambda directory, states: None)
+    monkeypatch.setattr("windlass.data.prepare._remember", lambda directory, states: None)
     assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
     files = [path.name for path in directory.glob("shard-*")]
     assert len(files) > 4 and sorted(hashed) == sorted(files)
@@ -367,6 +362,25 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
         open_data(recipe, resuming=True)
     first = open_data(recipe.replace("data.changed=prepare")).train.read(np.array([0])).tokens
     assert first[0, :3].tolist() == [1, 1, 2]
+
+
+def test_shards_of_others_move_with_their_project(tmp_path, monkeypatch):
+    """`data/` is a link to another disk."""
+    project, recipe = tmp_path / "old", recipe_for("shards:tokens/*.bin", "data")
+    for folder in (project / "tokens", tmp_path / "disk", tmp_path / "new"):
+        folder.mkdir(parents=True)
+    (project / "data").symlink_to(tmp_path / "disk")
+    nanogpt(project / "tokens" / "x.bin", list(range(200)))
+    monkeypatch.chdir(project)
+    assert open_data(recipe).prepared.is_new
+    project = project.rename(tmp_path / "new" / "place")
+    monkeypatch.chdir(project)
+    data = open_data(recipe)
+    assert data.train.read(np.array([0])).tokens[0, :3].tolist() == [0, 1, 2]
+    assert not data.prepared.is_new
+    (project / "tokens" / "x.bin").unlink()
+    with refused("the shard tokens/x.bin", "delete data"):
+        open_data(recipe)
 
 
 def tokens_and_row(recipe, sample=0):

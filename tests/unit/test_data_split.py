@@ -171,9 +171,9 @@ def test_separate_conversations_end_at_the_limit_and_are_not_trained_on(tmp_path
         for line in held.read_text().splitlines()
     ]
     count = int(np.searchsorted(np.cumsum(sizes), 4000)) + 1
-    assert len(data.val) == count == data.division.val[0][0].corpus.index.items < 100
-    train = data.division.train[0][0]
-    assert data.division.shared == 3 and not {10, 11, 12} & set(train.numbers.tolist())
+    assert len(data.val) == count == data.division.val[0].corpora[0].index.items < 100
+    (numbers,) = data.division.train[0].numbers
+    assert data.division.shared == 3 and not {10, 11, 12} & set(numbers.tolist())
 
 
 def test_the_validation_source_has_the_share_of_the_limit(tmp_path):
@@ -265,10 +265,10 @@ def test_conversations_and_questions(tmp_path):
     how = {"format": "chat", "context": 500}
     talk = conversations(tmp_path / "x.jsonl", 150, longest=9)
     data = open_data(recipe_for(talk, tmp_path / "data", **how))
-    (train,), (val,) = data.division.train[0], data.division.val[0]
+    (train,), (val,) = data.division.train, data.division.val
     assert len(data.train) + len(data.val) == train.documents + val.documents == 150
-    hashes = train.corpus.table.field("text")
-    assert val.numbers.tolist() == np.flatnonzero(hashes < 2**64 // 10).tolist()
+    hashes = train.corpora[0].field("text")
+    assert val.numbers[0].tolist() == np.flatnonzero(hashes < 2**64 // 10).tolist()
     how["format"], squad = "squad", questions(tmp_path / "x.json", 20)
     divided = texts_of(open_data(recipe_for(f"squad:{squad}", tmp_path / "data", **how)))
     articles = sorted(range(20), key=lambda n: text_hash(f"Title {n}"))

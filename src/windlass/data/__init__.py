@@ -5,7 +5,7 @@
 - `chat` writes a conversation in **pieces**: texts and special tokens, with a **mark** for a loss.
 - `tokenizer` turns pieces into tokens, and `encode` items into **rows** of marked tokens.
 - `prepare` does this for a recipe. `recipe_sources` lists its sources and their directories, and
-  `recipe_tokenizer` finds its tokenizer. `shards` stores the rows, `external_shards` reads those of
-  other tools, and `checksums` verifies both.
+  `recipe_tokenizer` finds its tokenizer. `shards` stores the rows, and `external_shards` reads those
+  of other tools.
 - `open`: `split` divides the rows; `samples`, `mixture`, `order` and `loader` make batches.
 """

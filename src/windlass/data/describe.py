@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
-from itertools import chain
 from typing import Any
 
 from windlass.data.batch import Samples, unpadded_tokens
 from windlass.data.open import Data
 from windlass.data.samples import ExampleSamples
-from windlass.data.split import Part
+from windlass.data.split import DocumentSet, hash_of
 from windlass.errors import plural
 
 MANY_EPOCHS = 4  # more repetitions of text are worth much less than new text (arXiv 2305.16264)
@@ -24,25 +22,24 @@ def describe(data: Data) -> Facts:
     A mixture's `mixture` (`mixture.shares_of_run`) is added once the run has a length.
     """
     facts: Facts = {"vocab": data.vocab}
-    train, val = list[Part](), list[Part]()
+    train, val = list[DocumentSet](), list[DocumentSet]()
     if data.prepared is not None and data.division is not None:
-        train, val = list(chain(*data.division.train)), list(chain(*data.division.val))
+        train, val = data.division.train, list(filter(len, data.division.val))
         members = data.prepared.members
-        names = [corpus.spec.name for member in members for corpus in member.train]
+        names = [spec.name for member in members for spec in member.train]
         indexes = list({c.directory: c.index for c in data.prepared.corpora}.values())
         chats = [index for index in indexes if index.template]
         units = {UNITS[member.data.format] for member in members}
-        if sum(index.documents for index in chats) > sum(i.items - i.left_out for i in chats):
+        if sum(index.rows for index in chats) > sum(i.items - i.left_out for i in chats):
             units = {"rows"}  # each answer has one, as `Template.rows` says
         facts["source"] = names[0] if len(names) == 1 else names
         facts["files"] = len({f["file"] for i in indexes for f in i.source.get("files", ())})
         facts["items"] = units.pop() if len(units) == 1 else "items"  # their kind
         facts["tokenizer"] = members[0].data.tokenizer
+        commits = [index.source["commit"] for index in indexes if "commit" in index.source]
         optional = {
             "template": chats[0].template if chats else "",  # the layout of conversations
-            "revision": next(
-                (c for i in indexes if (c := i.source.get("commit"))), ""
-            ),  # of the Hub
+            "revision": commits[0] if commits else "",  # of the Hub
             "changed": data.prepared.changed,  # sources that have changed since
             "shared": data.division.shared,  # training items that the validation data has, too
             "unreadable": sum(index.left_out for index in indexes),  # `data.on_bad_item`
@@ -52,16 +49,15 @@ def describe(data: Data) -> Facts:
         facts["train"] = _describe_set(data.train, train)
     if data.val is not None:
         facts["val"] = _describe_set(data.val, val)
-        if val and all(part.text for part in val):
+        if val and all(one.documents for one in val):
             # a hash of the validation text, equal for every tokenizer
-            text = " ".join(part.text for part in val)
-            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            facts["val"]["text"] = text if len(val) == 1 else digest
+            text = " ".join(one.text for one in val)
+            facts["val"]["text"] = text if len(val) == 1 else hash_of(text.encode())[:16]
     return facts
 
 
-def _describe_set(samples: Samples, parts: list[Part]) -> Facts:
-    """The facts of samples, from these parts of prepared sources, or from the user's data."""
+def _describe_set(samples: Samples, sets: list[DocumentSet]) -> Facts:
+    """The facts of samples, from these sets of prepared documents, or from the user's data."""
     facts: Facts = {"samples": len(samples)}
     read = unpadded_tokens(samples)
     if read:
@@ -71,7 +67,7 @@ def _describe_set(samples: Samples, parts: list[Part]) -> Facts:
         "label_tokens": getattr(samples, "valid_tokens", None),  # that count in the loss
     }
     facts |= {name: count for name, count in counts.items() if count is not None}
-    documents = sum(part.documents for part in parts)
+    documents = sum(one.documents for one in sets)
     if isinstance(samples, ExampleSamples):
         if samples.document_mask:  # the part of all rows that is tokens
             facts["fill"] = round(samples.unpadded_tokens / (len(samples) * samples.context), 6)

@@ -26,9 +26,8 @@ from windlass.data.chat import Template
 from windlass.data.items import QUESTION, Item, Pair, Question, example_of, prompt_end, text_of
 from windlass.data.progress import Progress
 from windlass.data.recipe_sources import SourceSpec
-from windlass.data.shards import Index, Row, ShardWriter, Table
+from windlass.data.shards import Corpus, Index, Need, Row, ShardWriter
 from windlass.data.sources import Source
-from windlass.data.split import Need
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
@@ -51,16 +50,16 @@ def write_source(
 ) -> Index:
     """Write the shards of a source after the full ones of `index`, as far as its limit."""
     spec = source.spec
-    writer = ShardWriter(directory, index, encoder.tokenizer.dtype)
+    writer = ShardWriter(directory, index)
     index = writer.index  # without a shard that may grow
     listing = directory / LEFT_OUT
     lines = listing.read_text("utf-8").split("\n") if index.left_out else []
     write_atomic(listing, "".join(f"{line}\n" for line in lines[: index.left_out]))
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
-    need = Need(spec, Table(directory, index))
+    need = Need(Corpus(directory, index, spec, encoder.tokenizer))
     index.items = index.resume.item
-    characters, unread = 0, dict[str, None]()  # of the document so far; of all items
+    unread = dict[str, None]()  # keys of all items
     batches = encode(source, directory, encoder, index.resume.item, workers, progress.note)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, jobs in batches:
@@ -75,16 +74,9 @@ def write_source(
                         raise UserError(f"{row.problem} ({advice})")
                     left_out.write(" ".join(row.problem.split()) + "\n")
                     left_out.flush()
-                is_written = writer.add(row)
-                if row.marks is not None and not is_written:
-                    continue  # an example in a full shard, which `need` has counted
-                characters += row.characters
-                if row.more or row.problem:
-                    continue
-                if need.is_met(row.group or row.text, characters, writer.tokens):
+                if writer.add(row) and need.is_met(row, writer.tokens):
                     writer.index.items = row.item + 1
                     return writer.finish(complete=False)
-                characters = 0
             last = jobs[-1]
             writer.index.items = last.number + (not last.item.more)
             progress.update(f"tokens of {spec.name}", last.item.fraction, writer.tokens)

@@ -15,8 +15,8 @@ from windlass.data.batch import Batch, Samples
 from windlass.data.chat import Template
 from windlass.data.mixture import MixedSamples
 from windlass.data.prepare import Prepared, prepare
-from windlass.data.samples import ExampleSamples, PackedSamples, SetTokens
-from windlass.data.split import Division, Part, divide
+from windlass.data.samples import ExampleSamples, PackedSamples
+from windlass.data.split import Division, DocumentSet, divide
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError
 from windlass.recipe import Recipe
@@ -57,7 +57,8 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
     data, tokenizer = recipe.data, prepared.tokenizer
     if recipe.model.is_new:
         tokenizer.start = None  # of the model that the tokenizer comes from
-    division = divide(prepared.members, data.train_size, data.eval_size, recipe.run.seed)
+    sizes = data.train_size, data.eval_size
+    division = divide(prepared.members, prepared.by_source, *sizes, seed=recipe.run.seed)
     train = _open_set(recipe, prepared, division.train, is_val=False)
     val = _open_set(recipe, prepared, division.val, is_val=True)
     has_layout = any(member.data.format != "text" for member in prepared.members)
@@ -67,25 +68,23 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
 
 
 def _open_set(
-    recipe: Recipe, prepared: Prepared, parts: list[list[Part]], is_val: bool
+    recipe: Recipe, prepared: Prepared, sets: list[DocumentSet], is_val: bool
 ) -> Samples | None:
-    """The samples of the parts of each member; None without any."""
+    """The samples of the set of each member; None without any."""
     tokenizer, context = prepared.tokenizer, recipe.model.context
     opened = dict[str, Samples]()
-    for member, member_parts in zip(prepared.members, parts, strict=True):
-        if not member_parts:
+    for member, tokens in zip(prepared.members, sets, strict=True):
+        if not len(tokens) and (is_val or not member.train):
             continue
         samples: ExampleSamples | PackedSamples
-        tokens, data = SetTokens(member_parts), member.data
+        data = member.data
         if data.format != "text":
             packed = data.packing == "best-fit"
             samples = ExampleSamples(tokens, context, pad=tokenizer.eot or 0, packed=packed)
             problem = f"no item fits, {samples.left_out:,} are left out"
         else:
-            is_one_text = len(member_parts) == 1 and member_parts[0].corpus.index.single_text
-            are_named = all(part.documents for part in member_parts if part.tokens)
             following = None  # begins the next document, if documents are apart
-            if data.document_mask is not False and are_named and not is_one_text:
+            if data.document_mask is not False and tokens.documents > 1:
                 following = tokenizer.first[0] if tokenizer.first else 0
             samples = PackedSamples(tokens, context, ragged=is_val, following=following)
             problem = f"{len(tokens):,} tokens are too few"
@@ -109,9 +108,8 @@ def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
     """
     if isinstance(data, Data | None):
         return data
-    pair = (None, data) if measured else (data, None)
-    if isinstance(data, tuple):
-        pair = data
+    alone = (None, data) if measured else (data, None)
+    pair = data if isinstance(data, tuple) else alone
     if len(pair) != 2:
         raise UserError("data: give one dataset, or a pair: (training, validation)")
     sets = [None if one is None else DatasetSamples(one, recipe.model.context) for one in pair]

@@ -5,12 +5,15 @@ needs them, and all ranks check them. Reading divides them into training and val
 from __future__ import annotations
 
 import errno
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from windlass.data.chat import PLAIN_LAYOUT, Template
-from windlass.data.checksums import file_states, remember, verify
 from windlass.data.encode import Encoder, write_source
 from windlass.data.external_shards import index_shards
 from windlass.data.progress import Progress
@@ -24,17 +27,21 @@ from windlass.data.recipe_sources import (
     source_key,
 )
 from windlass.data.recipe_tokenizer import check_tokenizer, open_tokenizer, tokenizer_files
-from windlass.data.shards import INDEX, Corpus, Index, Table, prepare_again
+from windlass.data.shards import INDEX, Corpus, Index, bad_shard, located, prepare_again
 from windlass.data.sources import changes, describe_source, open_source
-from windlass.data.split import documents_read
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.tokenizer_kinds import load_tokenizer
 from windlass.errors import RunFailed, UserError
+from windlass.fileio import read_json, sha256_of, write_atomic
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe
 
 if TYPE_CHECKING:
     from windlass.parallel.ranks import Ranks
+
+VERIFIED = "verified.json"
+# Of each file whose SHA-256 was checked: its size, time of change (ns) and SHA-256.
+States = dict[str, list[int | str]]
 
 
 def prepare(
@@ -76,10 +83,11 @@ def prepare(
         check_tokenizer(recipe, tokenizer)
         template = template or Template()
         preparation = _Preparation(recipe, choice, tokenizer, template, files, progress)
-        opened = [member.opened(preparation.corpus) for member in members]
-        prepared = Prepared(opened, tokenizer, template)
+        specs = [spec for member in members for spec in member.sources]
+        by_source = {spec: preparation.corpus(spec) for spec in specs}
+        prepared = Prepared(members, by_source, tokenizer, template)
         for directory, index in {c.directory: c.index for c in prepared.corpora}.items():
-            verify(directory, index, lambda part: progress.update("checking SHA-256", part), ranks)
+            _verify(directory, index, lambda part: progress.update("checking SHA-256", part), ranks)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
@@ -94,13 +102,14 @@ def prepare(
 class Prepared:
     """The prepared data of a recipe, checked."""
 
-    members: list[Member[Corpus]] = field(repr=False)
+    members: list[Member] = field(repr=False)
+    by_source: dict[SourceSpec, Corpus] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     template: Template = field(repr=False)
 
     @property
     def corpora(self) -> list[Corpus]:
-        return [corpus for member in self.members for corpus in member.sources]
+        return list(self.by_source.values())
 
     @property
     def directories(self) -> list[Path]:
@@ -120,23 +129,18 @@ class Prepared:
 def find_prepared(recipe: Recipe) -> Prepared | None:
     """The prepared data of a recipe, not checked and without its chat template, for a plan. None if
     the recipe needs more."""
-    members, corpora = members_of(recipe), dict[SourceSpec, Corpus]()
+    members, by_source = members_of(recipe), dict[SourceSpec, Corpus]()
     tokenizer: Tokenizer | None = None
     for spec in (spec for member in members for spec in member.sources):
         directory = directory_of(spec, recipe)
-        index = Index.load(directory)
-        if index is None or not is_enough(directory, index, spec):
+        if (index := Index.load(directory)) is None:
             return None
         tokenizer = tokenizer or load_tokenizer(directory / FOLDER)
-        corpora[spec] = Corpus(directory, index, spec, tokenizer)
+        by_source[spec] = Corpus(directory, index, spec, tokenizer)
+        if not by_source[spec].is_enough:
+            return None
     assert tokenizer is not None
-    opened = [member.opened(corpora.__getitem__) for member in members]
-    return Prepared(opened, tokenizer, Template())
-
-
-def is_enough(directory: Path, index: Index, spec: SourceSpec) -> bool:
-    """Whether a directory has the tokens of a source as far as its limit."""
-    return index.complete or documents_read(Table(directory, index), spec) is not None
+    return Prepared(members, by_source, tokenizer, Template())
 
 
 @dataclass(frozen=True)
@@ -153,48 +157,45 @@ class _Preparation:
     def corpus(self, spec: SourceSpec) -> Corpus:
         """A source, prepared as far as its limit."""
         directory, now = directory_of(spec, self.recipe), describe_source(spec)
-        todo, index, change = self._decide(spec, directory, now)
-        if todo != "use":
+        corpus = self._find(spec, directory, now)
+        if corpus is None or not corpus.is_enough:
             with lock_directory(directory, self.progress.note):
                 # another process may have prepared it meanwhile
-                todo, index, change = self._decide(spec, directory, now)
-                if todo == "renew":
+                corpus = self._find(spec, directory, now)
+                if corpus is None:
                     # the index first, so that a kill leaves none without its shards
                     (directory / INDEX).unlink(missing_ok=True)
                     for path in (*directory.glob("shard-*"), *directory.glob(".*.new")):
                         path.unlink(missing_ok=True)
-                    index, change = None, ""
-                if todo != "use":
-                    index = self._write(spec, directory, index, now)
-        assert index is not None
-        if spec.is_val and not index.tokens:
+                if corpus is None or not corpus.is_enough:
+                    index = self._write(spec, directory, corpus.index if corpus else None, now)
+                    corpus = Corpus(directory, index, spec, self.tokenizer, is_new=True)
+        if spec.is_val and not corpus.index.tokens:
             raise UserError(f"{spec.setting}: there is nothing to read in {spec.name}")
-        is_new = todo != "use"
-        return Corpus(directory, index, spec, self.tokenizer, is_new=is_new, change=change)
+        return corpus
 
-    def _decide(
-        self, spec: SourceSpec, directory: Path, now: dict[str, Any]
-    ) -> tuple[Literal["use", "extend", "renew"], Index | None, str]:
-        """What to do for a source described as `now`, its index, and a sentence on a change."""
+    def _find(self, spec: SourceSpec, directory: Path, now: dict[str, Any]) -> Corpus | None:
+        """What is prepared of a source described as `now`; None if all of it is to be prepared."""
         index, change = Index.load(directory), ""
         if index is None:
-            return "renew", None, ""
+            return None
         since = f"changed since {directory} was prepared"
         if self.files and index.key.get("files", self.files) != self.files:
             change = f"the files of data.tokenizer or data.chat_template have {since}"
         elif now and (difference := changes(index.source, now)):
             change = f"{spec.setting}: {spec.name} has {since}: {difference}"
-        enough = is_enough(directory, index, spec)
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
         if self.choice == "prepare" and (change or is_other):
-            return "renew", index, change
+            return None
         if is_other:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
-        if change and not (self.choice == "keep" and enough):
-            keep = 'data.changed="keep" trains on the prepared tokens, ' if enough else ""
+        corpus = Corpus(directory, index, spec, self.tokenizer, change=change)
+        if change and not (self.choice == "keep" and corpus.is_enough):
+            keep = 'data.changed="keep" trains on the prepared tokens, '
+            keep = keep if corpus.is_enough else ""
             raise UserError(f'{change}; {keep}data.changed="prepare" prepares it again')
-        return "use" if enough else "extend", index, change
+        return corpus
 
     def _write(
         self, spec: SourceSpec, directory: Path, old: Index | None, now: dict[str, Any]
@@ -232,6 +233,59 @@ class _Preparation:
             encoder = Encoder(spec, tokenizer, template)
             workers = recipe.data.workers or usable_cores()
             index = write_source(source, directory, index, encoder, workers, self.progress)
-        if old is None:  # After a resume, `verify` must still hash the earlier process's files.
-            remember(directory, file_states(directory, index))
+        if old is None:  # After a resume, `_verify` must still hash the earlier process's files.
+            _remember(directory, _states(directory, index))
         return index
+
+
+def _verify(
+    directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
+) -> None:
+    """Check each file that changed since the last check; the ranks of a host divide them."""
+    rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
+    verified: States = read_json(directory / VERIFIED)
+    states, problem = verified, ""
+    while True:
+        try:
+            states = _states(directory, index)
+            files = [
+                file for file in list(states)[rank::world] if verified.get(file) != states[file]
+            ]
+            with ThreadPoolExecutor(4) as pool:
+                digests = pool.map(lambda file: sha256_of(located(directory, file)), files)
+                for done, (file, sha256) in enumerate(zip(files, digests, strict=True), 1):
+                    if sha256 != states[file][2]:
+                        problem = f"is damaged (SHA-256); {prepare_again(directory)}"
+                        raise bad_shard(located(directory, file), problem)
+                    tick(done / len(files))
+        except UserError as error:
+            newest = Index.load(directory) or index
+            if newest != index:  # another process has extended the directory meanwhile
+                index = newest
+                continue
+            problem = str(error)
+        break
+    if ranks:
+        problem = next(filter(None, ranks.all_gather_object("damaged shards", problem)), "")
+    if problem:
+        raise UserError(problem)
+    if rank == 0 and states != verified:
+        _remember(directory, states)
+
+
+def _states(directory: Path, index: Index) -> States:
+    """The state of each local file; UserError for a wrong size."""
+    states: States = {}
+    for shard in index.shards:
+        for file, (size, sha256) in shard.files(index.row).items():
+            path = located(directory, file)
+            if not path.is_file() or (stat := path.stat()).st_size != size:
+                raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
+            states[file] = [size, stat.st_mtime_ns, sha256]
+    return states
+
+
+def _remember(directory: Path, states: States) -> None:
+    """Record that the files were checked, or written, in these states."""
+    if os.access(directory, os.W_OK):
+        write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from windlass.data.tokenizer import LEARNED
 from windlass.errors import UserError
@@ -86,26 +86,18 @@ class SourceSpec:
         return name.strip("-").lower()[:40] or "corpus"
 
 
-S = TypeVar("S")  # SourceSpec, or Corpus after the source is prepared
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
-class Member(Generic[S]):
+class Member:
     """The sources of a recipe, or one source of a mixture."""
 
     name: str  # in the mixture; else empty
     data: DataSettings  # as if the member were the whole recipe
-    train: list[S]
-    val: list[S]  # separate validation data
+    train: list[SourceSpec]
+    val: list[SourceSpec]  # separate validation data
 
     @property
-    def sources(self) -> list[S]:
+    def sources(self) -> list[SourceSpec]:
         return [*self.train, *self.val]
-
-    def opened(self, open_source: Callable[[S], T]) -> Member[T]:
-        train = [open_source(source) for source in self.train]
-        return Member(self.name, self.data, train, [open_source(source) for source in self.val])
 
     @property
     def held_fraction(self) -> float:
@@ -113,10 +105,10 @@ class Member(Generic[S]):
         return 0.0 if self.val else self.data.val_fraction
 
 
-def members_of(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec]]:
+def members_of(recipe: Recipe, only_val: bool = False) -> list[Member]:
     """The sources of a recipe; with `only_val` its separate validation data alone, if any."""
     written = recipe.as_written.data
-    members = list[Member[SourceSpec]]()
+    members = list[Member]()
     for number, member in enumerate([part.name for part in written.mix] or [""]):
         # the names as written, and the places with absolute paths
         data, located = written.part(number), recipe.data.part(number)

@@ -41,7 +41,7 @@ LAYOUT_CHARACTERS = "User: System: Assistant: Tool: Question: Context: Answer: \
 
 def open_tokenizer(
     recipe: Recipe,
-    members: list[Member[SourceSpec]],
+    members: list[Member],
     files: list[str],
     renew: bool,
     progress: Progress,
@@ -118,9 +118,7 @@ def tokenizer_files(recipe: Recipe) -> list[str]:
     return [sha256_of(file) for file in files if file.is_file()]
 
 
-def learn_tokenizer(
-    recipe: Recipe, members: list[Member[SourceSpec]], progress: Progress
-) -> Tokenizer:
+def learn_tokenizer(recipe: Recipe, members: list[Member], progress: Progress) -> Tokenizer:
     """The characters of a corpus, or byte pairs of its training text; saved for other recipes."""
     data, kind = recipe.data, recipe.data.tokenizer
     train = [spec for member in members for spec in member.train]

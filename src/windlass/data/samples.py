@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,63 +14,11 @@ import numpy as np
 
 from windlass.data.batch import Batch, positions_of
 from windlass.data.order import permute, sample_indices
+from windlass.data.shards import MARK
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from windlass.data.shards import Corpus
-    from windlass.data.split import Part
-
-
-class SetTokens:
-    """The tokens of the training or validation set: those of its parts, end to end."""
-
-    def __init__(self, parts: Sequence[Part]):
-        self.parts = list(parts)
-        ranges = np.concatenate([np.zeros((0, 2), np.int64), *(part.ranges for part in parts)])
-        self._starts = ranges[:, 0]  # in the tokens of a source
-        self._edges = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))  # in the set
-        self._part_of = np.repeat(np.arange(len(parts)), [len(part.ranges) for part in parts])
-
-    def __len__(self) -> int:
-        return int(self._edges[-1])
-
-    @property
-    def documents(self) -> np.ndarray:
-        """The first token of each document, and the end of the set, int64 [documents + 1]."""
-        before = np.cumsum([0, *(part.tokens for part in self.parts)])
-        starts = [part.edges[:-1] + edge for part, edge in zip(self.parts, before, strict=False)]
-        return np.concatenate([*starts, [len(self)]]).astype(np.int64)
-
-    @property
-    def shards(self) -> np.ndarray:
-        """The first token of each shard of the sources, and the set's end, int64 [shards + 1]."""
-        places, before = [np.zeros(0)], 0
-        for part in filter(lambda part: part.tokens, self.parts):
-            sizes = np.diff(part.ranges).ravel()
-            ends = before + np.cumsum(sizes)
-            rows, before = np.stack([ends - sizes, ends], axis=1), ends[-1]
-            edges = part.corpus.edges[:-1]
-            places.append(np.interp(edges, part.ranges.ravel(), rows.ravel()))
-        return np.append(np.concatenate(places), len(self)).astype(np.int64)
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens from `start` to `stop` of the set, int64 [stop - start]."""
-        parts = [corpus.read(*span) for corpus, *span in self._spans(start, stop)]
-        return np.concatenate([np.zeros(0, np.int64), *parts])
-
-    def marks(self, start: int, stop: int) -> np.ndarray:
-        """Whether each of these tokens counts in the loss, bool [stop - start]."""
-        parts = [corpus.marks(*span) for corpus, *span in self._spans(start, stop)]
-        return np.concatenate([np.zeros(0, bool), *parts])
-
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[Corpus, int, int]]:
-        """Where the tokens from `start` to `stop` are: in each source, a first token and an end."""
-        number = bisect.bisect_right(self._edges, start) - 1  # of the range
-        while start < stop:
-            end = min(stop, int(self._edges[number + 1]))
-            shift = int(self._starts[number] - self._edges[number])
-            yield self.parts[self._part_of[number]].corpus, start + shift, end + shift
-            start, number = end, number + 1
+    from windlass.data.split import DocumentSet
 
 
 class PackedSamples:
@@ -83,11 +31,16 @@ class PackedSamples:
     """
 
     def __init__(
-        self, tokens: SetTokens, context: int, *, ragged: bool = False, following: int | None = None
+        self,
+        tokens: DocumentSet,
+        context: int,
+        *,
+        ragged: bool = False,
+        following: int | None = None,
     ):
         self._tokens, self.context, self._following = tokens, context, following or 0
         self.document_mask = following is not None
-        self._starts = tokens.documents[:-1] if self.document_mask else None
+        self._starts = tokens.edges[:-1] if self.document_mask else None
         self.tokens = len(tokens)  # including the tokens after the last row
         self.valid_tokens = max(0, len(tokens) - 1)
         if not ragged:
@@ -146,16 +99,16 @@ class ExampleSamples:
     - `left_out`: examples that nothing is learned from.
     """
 
-    def __init__(self, tokens: SetTokens, context: int, *, pad: int = 0, packed: bool = False):
+    def __init__(self, tokens: DocumentSet, context: int, *, pad: int = 0, packed: bool = False):
         self._tokens, self.context, self.pad, self.document_mask = tokens, context, pad, packed
-        edges, room = tokens.documents, context + 1
-        whole, tails, reach = np.diff(edges), self._field("tail"), self._field("reach")
+        edges, room = tokens.edges, context + 1
+        whole, tails, reach = np.diff(edges), tokens.field("tail"), tokens.field("reach")
         first = np.where(whole > room, room - tails, whole)  # the tokens before the tail
         learns = (reach <= first) & (whole > 1) & (tails < room)
         self.left_out = int((~learns).sum())
         self._starts, self._whole = edges[:-1][learns], whole[learns]
         self._tails = np.where(self._whole > room, tails[learns], 0)
-        self._marked = self._field("marked")[learns]
+        self._marked = tokens.field("marked")[learns]
         self.sizes = np.minimum(self._whole - 1, context)
         lost = self._whole - room
         self.cut, self.cut_tokens = int((lost > 0).sum()), int(lost[lost > 0].sum())
@@ -173,12 +126,6 @@ class ExampleSamples:
 
     def length(self, index: int) -> int:
         return int(self._used[index])
-
-    def _field(self, name: str) -> np.ndarray:
-        """A field of the table for each document, int64 [documents]."""
-        parts = self._tokens.parts
-        fields = [p.corpus.table.field(name)[p.numbers].astype(np.int64) for p in parts]
-        return np.concatenate([np.zeros(0, np.int64), *fields])
 
     @cached_property
     def valid_tokens(self) -> int:
@@ -209,11 +156,9 @@ class ExampleSamples:
         start, tail = int(self._starts[number]), int(self._tails[number])
         end = start + int(self._whole[number])
         head = start + int(self.sizes[number]) + 1 - tail
-        tokens, marks = (
-            np.concatenate([read(start, head), read(end - tail, end)])
-            for read in (self._tokens.read, self._tokens.marks)
-        )
-        return tokens, marks
+        read = self._tokens.read
+        row = np.concatenate([read(start, head), read(end - tail, end)])
+        return row % MARK, row >= MARK
 
     def examples_of(self, index: int) -> list[int]:
         """The examples of a row."""

@@ -1,19 +1,18 @@
 """Write and read the shards of a data directory. Each has tokens (`shard-00000.bin`), little endian,
-a table of documents (`.documents`) and, for examples, a bit for each token that counts in the loss
-(`.mask`). `index.json` lists the complete ones; it may also list the shards of other tools.
+and a table of documents (`.documents`). In examples MARK is added to a token that counts in the
+loss. `index.json` lists the complete shards; it may also list the shards of other tools.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +25,12 @@ from windlass.data.tokenizer import Description, Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import Files, HashedFile
 
-FORMAT = 8
+FORMAT = 9
 INDEX = "index.json"
 CACHE = ".cache"  # of the remote shards of all sources, beside their directories
 OPEN_FILES = 128
+MARK = 1 << 31
+FEW = 100  # documents
 # A document, or a part of a long one (`more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
 TEXT_ROW = np.dtype([("start", "<u8"), ("text", "<u8"), ("characters", "<u4"), ("more", "<u4")])
@@ -40,9 +41,9 @@ EXAMPLE_ROW = np.dtype(
 )
 
 
-def on_disk(dtype: str) -> np.dtype[Any]:
-    """The type of tokens in a file, little endian on every machine."""
-    return np.dtype(dtype).newbyteorder("<")
+def smallest_dtype(vocab: int) -> str:
+    """The type of the ids of a vocabulary in shards, little endian on every machine."""
+    return "<u2" if vocab <= 1 << 16 else "<u4"
 
 
 class Shard(BaseModel):
@@ -51,32 +52,33 @@ class Shard(BaseModel):
     file: str  # name in the data directory; absolute path or URL of a shard that another tool wrote
     tokens: int
     rows: int = 0  # of its table
-    documents: int = 0  # that start in it; 0: unknown (shards of other tools)
     sha256: str  # of a remote shard its version
-    dtype: str  # `uint16` or `uint32`
+    dtype: str  # "<u2" or "<u4": 16 or 32 bits an id, little endian
     offset: int = 0  # bytes of header before the first token
-    table: str = ""  # SHA-256 of its table; empty: no table (shards of other tools)
-    mask: str = ""  # SHA-256 of its mask; empty: no mask
+    table_sha256: str = ""  # empty: no table (shards of other tools)
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.file
 
     @property
     def identity(self) -> str:
         """Differs for other tokens, and is equal in any directory."""
-        return f"{self.file} {self.sha256}" if "://" in self.file else self.sha256
+        return f"{self.file} {self.sha256}" if self.is_remote else self.sha256
 
-    def beside(self, ending: str) -> str:
-        """The file of the shard's table (`.documents`) or mask (`.mask`)."""
-        return str(Path(self.file).with_suffix(ending))
+    @property
+    def table(self) -> str:
+        """The file of its table."""
+        return str(Path(self.file).with_suffix(".documents"))
 
     def files(self, row: np.dtype[Any]) -> dict[str, tuple[int, str]]:
         """Size and SHA-256 of each of its files on this machine, by name."""
-        if "://" in self.file:
+        if self.is_remote:
             return {}
-        size = self.offset + self.tokens * on_disk(self.dtype).itemsize
+        size = self.offset + self.tokens * np.dtype(self.dtype).itemsize
         files = {self.file: (size, self.sha256)}
-        if self.table:
-            files[self.beside(".documents")] = self.rows * row.itemsize, self.table
-        if self.mask:
-            files[self.beside(".mask")] = -(-self.tokens // 8), self.mask
+        if self.table_sha256:
+            files[self.table] = self.rows * row.itemsize, self.table_sha256
         return files
 
 
@@ -102,28 +104,22 @@ class Index(BaseModel):
     left_out: int = 0  # items that could not be read (`data.on_bad_item`)
     complete: bool = False  # False: the source has more
     format: int = FORMAT
-    checksum: str = ""
 
     @property
     def tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
 
     @property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in self.shards)
+    def rows(self) -> int:
+        return sum(shard.rows for shard in self.shards)
 
     @property
     def row(self) -> np.dtype[Any]:
         """The type of a row of the tables."""
         return EXAMPLE_ROW if self.masked else TEXT_ROW
 
-    def _checksum(self) -> str:
-        return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
-
-    def save(self, directory: Path) -> Index:
-        index = self.model_copy(update={"checksum": self._checksum()})
-        Files().replace(directory / INDEX, index.model_dump_json(indent=1).encode())
-        return index
+    def save(self, directory: Path) -> None:
+        Files().replace(directory / INDEX, self.model_dump_json(indent=1).encode())
 
     @staticmethod
     def load(directory: Path) -> Index | None:
@@ -134,10 +130,16 @@ class Index(BaseModel):
                 index = Index.model_validate_json(path.read_bytes())
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            if index.format == FORMAT and index.checksum == index._checksum():
+            if index.format == FORMAT:
                 return index
         remedy = prepare_again(directory)
-        raise UserError(f"{path} is damaged, changed or of another version; {remedy}")
+        raise UserError(f"{path} is damaged or of another version; {remedy}")
+
+
+def located(directory: Path, file: str) -> Path:
+    """A file of a data directory, or another tool's shard, named from there: the directory may be a
+    link."""
+    return Path(os.path.normpath(directory / file))
 
 
 def prepare_again(directory: Path) -> str:
@@ -175,22 +177,19 @@ class ShardWriter:
     """Writes rows as shards, each full after the row that reaches `shard_tokens`; then the index. An
     error in its `with` block removes the shard that is not complete."""
 
-    def __init__(self, directory: Path, index: Index, dtype: str):
-        self.directory, self.dtype = directory, dtype
+    def __init__(self, directory: Path, index: Index):
+        self.directory = directory
+        self.dtype = "<u4" if index.masked else smallest_dtype(index.tokenizer.vocab)
         # More text changes a short last shard only, so continue after the full ones.
         full = [shard for shard in index.shards if shard.tokens >= index.shard_tokens]
         parts = {"shards": full, "complete": False, "left_out": index.resume.left_out}
-        self.index = index.model_copy(update=parts).save(directory)
+        self.index = index.model_copy(update=parts)
+        self.index.save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
-        # The item being written: its number, its rows in the full shards, which come again, the
-        # items left out before it, and its rows that have come.
-        self._item, self._skip, self._left_out = index.resume
-        self._rows = 0
-        self._goes_on = False  # the next row continues a document
-        # The shard being filled: its files by their endings, its tokens, rows and documents, and
-        # the bits of its mask that are less than a byte.
-        self._open, self._files = contextlib.ExitStack(), dict[str, HashedFile]()
-        self._counts, self._bits = Counter[str](), np.zeros(0, bool)
+        self._item, self._rows = index.resume.item, 0  # the item that comes, and its rows so far
+        # The shard being filled: its two files, its tokens and rows
+        self._open, self._files = contextlib.ExitStack(), list[HashedFile]()
+        self._counts = Counter[str]()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -199,37 +198,30 @@ class ShardWriter:
         self._open.__exit__(*error)
 
     def add(self, row: Row) -> bool:
-        """Append a row, or count one with a problem; whether it was appended. After a resume, rows
-        come again from the start of the item that the next shard begins with."""
-        if row.item != self._item:
-            self._item, self._rows, self._skip = row.item, 0, 0
-            self._left_out = self.index.left_out
+        """Append a row, or count one with a problem; whether it was appended. The rows come from the
+        start of `index.resume.item`, and a full shard may have the first ones."""
         if row.problem:
             self.index.left_out += 1
             return False
-        self._rows += 1
-        begins, self._goes_on = not self._goes_on, row.more
-        if self._rows <= self._skip:  # a full shard has the row
+        self._rows = self._rows + 1 if row.item == self._item else 1
+        self._item = row.item
+        if (self._item, self._rows) <= self.index.resume[:2]:
             return False
         if not self._files:
-            for ending in ("bin", "documents", "mask")[: 3 if self.index.masked else 2]:
-                path = self.directory / f"shard-{len(self.index.shards):05d}.{ending}"
-                self._files[ending] = HashedFile(self._open.enter_context(Files().replacing(path)))
-        line = [self.tokens, row.text, row.characters, row.more]
+            for name in (self._name, Path(self._name).with_suffix(".documents").name):
+                output = self._open.enter_context(Files().replacing(self.directory / name))
+                self._files.append(HashedFile(output))
+        bin_file, table = self._files
+        tokens, line = row.tokens, [self.tokens, row.text, row.characters, row.more]
         if row.marks is not None:
+            tokens = tokens + MARK * row.marks
             line += [row.group, row.tail, row.reach, int(row.marks.sum())]
-            self._bits = np.concatenate([self._bits, row.marks])
-            whole = len(self._bits) // 8 * 8
-            self._files["mask"].write(np.packbits(self._bits[:whole], bitorder="little").tobytes())
-            self._bits = self._bits[whole:]
-        self._files["documents"].write(np.array(tuple(line), self.index.row).tobytes())
-        self._files["bin"].write(row.tokens.astype(on_disk(self.dtype)).tobytes())
-        self._counts.update(tokens=len(row.tokens), rows=1, documents=int(begins))
-        self.tokens += len(row.tokens)
+        table.write(np.array(tuple(line), self.index.row).tobytes())
+        bin_file.write(tokens.astype(self.dtype).tobytes())
+        self._counts.update(tokens=len(tokens), rows=1)
+        self.tokens += len(tokens)
         if self._counts["tokens"] >= self.index.shard_tokens:
-            self.index.resume = Resume(row.item, self._rows, self._left_out)
-            if row.marks is None and not row.more:
-                self.index.resume = Resume(row.item + 1, 0, self.index.left_out)
+            self.index.resume = Resume(self._item, self._rows, self.index.left_out)
             self._commit()
         return True
 
@@ -237,24 +229,19 @@ class ShardWriter:
         self.index.complete = complete
         return self._commit()
 
+    @property
+    def _name(self) -> str:
+        return f"shard-{len(self.index.shards):05d}.bin"
+
     def _commit(self) -> Index:
         """Complete the shard being filled, if any, and write the index."""
         if self._files:
-            if self.index.masked:
-                self._files["mask"].write(np.packbits(self._bits, bitorder="little").tobytes())
-            digests = {ending: file.finish() for ending, file in self._files.items()}
+            hashes = [file.finish() for file in self._files]
             self._open.close()
-            shard = Shard(
-                file=f"shard-{len(self.index.shards):05d}.bin",
-                sha256=digests["bin"],
-                dtype=self.dtype,
-                table=digests["documents"],
-                mask=digests.get("mask", ""),
-                **self._counts,
-            )
-            self.index.shards.append(shard)
-            self._files, self._counts, self._bits = {}, Counter(), self._bits[:0]
-        self.index = self.index.save(self.directory)
+            parts = {"sha256": hashes[0], "table_sha256": hashes[1], **self._counts}
+            self.index.shards.append(Shard(file=self._name, dtype=self.dtype, **parts))
+            self._files, self._counts = [], Counter()
+        self.index.save(self.directory)
         return self.index
 
 
@@ -277,7 +264,7 @@ class LocalFile:
 @dataclass(frozen=True)
 class Corpus:
     """A source, prepared as far as a recipe needs it: its tokens as one row, and the table of its
-    documents. Threads may share it.
+    documents. Threads may share it. A field of the table is read each time that it is asked for.
     """
 
     directory: Path
@@ -287,131 +274,148 @@ class Corpus:
     is_new: bool = False  # this process has written some of it
     change: str = ""  # a sentence on a change since then, if the recipe keeps the tokens
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether its documents are known: shards of other tools do not name them."""
+        return self.spec.kind != "shards"
+
     @cached_property
-    def edges(self) -> np.ndarray:
+    def shard_edges(self) -> np.ndarray:
         """The start of each shard in the row, and the row's end, int64 [shards + 1]."""
         return np.cumsum([0, *(shard.tokens for shard in self.index.shards)], dtype=np.int64)
 
     @cached_property
-    def table(self) -> Table:
-        return Table(self.directory, self.index)
+    def _file(self) -> Callable[[Shard], LocalFile | RemoteFile]:
+        directory, cache_bytes = self.directory, self.spec.cache_bytes  # `self` would be a circle
+
+        @lru_cache(OPEN_FILES)
+        def opened(shard: Shard) -> LocalFile | RemoteFile:
+            if shard.is_remote:
+                return RemoteFile(shard.file, directory.parent / CACHE, cache_bytes, shard.sha256)
+            return LocalFile(located(directory, shard.file))
+
+        return opened
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The tokens from `start` to `stop`, int64 [stop - start]."""
+        """The tokens from `start` to `stop`, int64 [stop - start]; of examples with their MARK."""
         parts = [np.zeros(0, np.int64)]
-        for shard, begin, end in self._shards_of(start, stop):
-            dtype = on_disk(shard.dtype)
-            size, offset = (end - begin) * dtype.itemsize, shard.offset + begin * dtype.itemsize
-            ids = np.frombuffer(self._pread(shard.file, size, offset, shard.sha256), dtype)
-            if "://" in shard.file:
+        place = bisect_right(self.shard_edges, start) - 1
+        while start < stop:
+            shard, begin = self.index.shards[place], start - int(self.shard_edges[place])
+            count, dtype = min(stop - start, shard.tokens - begin), np.dtype(shard.dtype)
+            size, offset = count * dtype.itemsize, shard.offset + begin * dtype.itemsize
+            raw = self._file(shard).pread(size, offset)
+            if len(raw) != size:
+                problem = "ends too early: it was truncated after it was checked"
+                raise bad_shard(shard.file, problem)
+            ids = np.frombuffer(raw, dtype)
+            if shard.is_remote:
                 check_ids(shard.file, ids, self.index.tokenizer.vocab, begin)
             parts.append(ids)
+            start, place = start + count, place + 1
         return np.concatenate(parts)
 
-    def marks(self, start: int, stop: int) -> np.ndarray:
-        """Whether each token from `start` to `stop` counts in the loss, bool [stop - start]."""
-        parts = [np.zeros(0, bool)]
-        for shard, begin, end in self._shards_of(start, stop):
-            raw = self._pread(shard.beside(".mask"), -(-end // 8) - begin // 8, begin // 8)
-            bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
-            parts.append(bits[begin % 8 :][: end - begin].view(bool))
-        return np.concatenate(parts)
-
-    def _shards_of(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
-        """The shards of the tokens from `start` to `stop`, and where these are in each shard."""
-        place = bisect_right(self.edges, start) - 1
-        while start < stop:
-            shard = self.index.shards[place]
-            begin = start - int(self.edges[place])
-            end = min(begin + stop - start, shard.tokens)
-            yield shard, begin, end
-            start += end - begin
-            place += 1
-
-    @cached_property
-    def _local(self) -> Callable[[str], LocalFile]:
-        directory = self.directory  # not `self`, which would keep the files open in a circle
-        return lru_cache(OPEN_FILES)(lambda name: LocalFile(directory / name))
-
-    @cached_property
-    def _remote(self) -> Callable[[str, str], RemoteFile]:  # they need no descriptors
-        place, most = self.directory.parent / CACHE, self.spec.cache_bytes
-        return cache(lambda url, version: RemoteFile(url, place, most, version))
-
-    def _pread(self, name: str, count: int, offset: int, version: str = "") -> bytes:
-        """Bytes of a file in the directory, or of a URL that must have this version."""
-        file = self._remote(name, version) if "://" in name else self._local(name)
-        raw = file.pread(count, offset)
-        if len(raw) != count:
-            raise bad_shard(name, "ends too early: it was truncated after it was checked")
-        return raw
-
-    def places_of(self, documents: np.ndarray, characters: np.ndarray) -> np.ndarray:
-        """The token of the source at which each document has reached its number of characters, all
-        int64 [n]."""
-        table, places = self.table, list[int]()
-        starts = np.append(table.rows("start").view(np.int64), self.index.tokens)
-        all_sizes = table.rows("characters").astype(np.int64)
-        for document, limit in zip(documents.tolist(), characters.tolist(), strict=True):
-            first, last = int(table.first[document]), int(table.last[document]) + 1
-            ends = np.cumsum(all_sizes[first:last])  # of the parts of the document
-            part = int(np.searchsorted(ends, limit, side="right"))
-            if part == len(ends):
-                places.append(int(starts[last]))
-                continue
-            more = limit - int(ends[part] - all_sizes[first + part])  # characters in this part
-            start, stop = starts[first + part : first + part + 2].tolist()
-            start += len(self.tokenizer.first) if part == 0 else 0
-            tokens, decode = self.read(start, stop), self.tokenizer.decode
-            counts = range(1, len(tokens) + 1)
-            reached = bisect_left(counts, True, key=lambda n: len(decode(tokens[:n])) > more)
-            places.append(start + reached)
-        return np.array(places, np.int64)
-
-
-class Table:
-    """The documents of a source; a field is read from the files each time that it is asked for.
-
-    - `first` and `last`: the rows of the table that each document begins and ends with.
-    """
-
-    def __init__(self, directory: Path, index: Index):
-        self._directory, self._index = directory, index
-        ends = self.rows("more") == 0
-        self.last = np.flatnonzero(ends)
-        self.first = np.flatnonzero(np.append(True, ends)[:-1])[: len(self.last)]
-
-    def __len__(self) -> int:
-        return len(self.last)
+    # -- the documents; those of an item that another process is still writing do not count
 
     def rows(self, name: str) -> np.ndarray:
-        """A field of all rows."""
-        kind = self._index.row
+        """A field of all rows of the table."""
+        kind = self.index.row
         fields = [np.zeros(0, kind[name])]
-        for shard in self._index.shards:  # one table at a time: a field is a part of it
-            if shard.table:  # another process may extend the last one meanwhile
-                path = self._directory / shard.beside(".documents")
-                fields.append(np.fromfile(path, kind, shard.rows)[name])
+        for shard in self.index.shards:  # one at a time: a field is a part of it
+            if shard.table_sha256:  # another process may extend the last one meanwhile
+                fields.append(np.fromfile(self.directory / shard.table, kind, shard.rows)[name])
         return np.concatenate(fields)
+
+    @cached_property
+    def _last(self) -> np.ndarray:
+        """The number of the last row of each document."""
+        return np.flatnonzero(self.rows("more") == 0)
+
+    @property
+    def documents(self) -> int:
+        """The number of documents; 0 in shards of other tools."""
+        return len(self._last)
 
     def field(self, name: str) -> np.ndarray:
         """A field of each document."""
-        return self.rows(name)[self.last]
+        return self.rows(name)[self._last]
 
     @property
     def groups(self) -> np.ndarray:
         """The hashes that decide whether each document is held out, uint64 [documents]."""
-        return self.field("group" if self._index.masked else "text")
+        return self.field("group" if self.index.masked else "text")
 
     @property
-    def edges(self) -> np.ndarray:
+    def document_edges(self) -> np.ndarray:
         """The first token of each document, and the end of the last one, int64 [documents + 1]."""
-        starts = np.append(self.rows("start").view(np.int64), self._index.tokens)
-        end = starts[self.last[-1] + 1] if len(self) else 0
-        return np.append(starts[self.first], end)
+        starts = np.append(self.rows("start").view(np.int64), self.index.tokens)
+        return np.append(0, starts[self._last + 1])
 
     @property
     def characters(self) -> np.ndarray:
         """The characters of each document, int64 [documents]."""
-        ends = np.append(0, np.cumsum(self.rows("characters"), dtype=np.int64))
-        return ends[self.last + 1] - ends[self.first]
+        ends = np.cumsum(self.rows("characters"), dtype=np.int64)
+        return np.diff(ends[self._last], prepend=0)
+
+    @cached_property
+    def documents_read(self) -> int | None:
+        """The number of documents that a recipe reads: the first ones that have `spec.limit`
+        tokens, or characters of separate validation data. None if the corpus has too few, or
+        without a limit.
+
+        Training reads at least FEW texts, or FEW groups of examples.
+        """
+        limit = self.spec.limit
+        if not limit:
+            return None
+        if self.spec.is_val:
+            last = int(np.searchsorted(np.cumsum(self.characters), limit))
+        else:
+            first = np.sort(np.unique(self.groups, return_index=True)[1])  # of each group
+            few = int(first[FEW - 1]) if len(first) >= FEW else self.documents
+            last = max(few, int(np.searchsorted(self.document_edges[1:], limit)))
+        return last + 1 if last < self.documents else None
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether it has what the recipe reads."""
+        return self.index.complete or self.documents_read is not None
+
+    def places_of(self, documents: np.ndarray, characters: np.ndarray) -> np.ndarray:
+        """The token of the source at which each document has reached its number of characters, all
+        int64 [n]."""
+        starts = np.append(self.rows("start").view(np.int64), self.index.tokens)
+        ends = np.append(0, np.cumsum(self.rows("characters"), dtype=np.int64))  # characters
+        first = np.append(0, self._last + 1)  # row of each document
+        wanted = ends[first[documents]] + characters
+        rows = np.searchsorted(ends, wanted, side="right") - 1
+        rows = np.minimum(rows, first[documents + 1])
+        places = starts[rows]
+        for n in np.flatnonzero(rows < first[documents + 1]).tolist():  # inside of a row
+            row, more, decode = int(rows[n]), int(wanted[n] - ends[rows[n]]), self.tokenizer.decode
+            begin = len(self.tokenizer.first) if row == first[documents[n]] else 0
+            tokens = self.read(int(starts[row]) + begin, int(starts[row + 1]))
+            counts = range(1, len(tokens) + 1)
+            reached = bisect_left(counts, True, key=lambda k: len(decode(tokens[:k])) > more)
+            places[n] += begin + reached
+        return places
+
+
+class Need:
+    """`Corpus.documents_read` while the rows come, one after another."""
+
+    def __init__(self, corpus: Corpus):
+        """`corpus` has the rows before."""
+        self._spec, self._groups = corpus.spec, set[int](np.unique(corpus.groups)[:FEW].tolist())
+        self._characters = int(corpus.rows("characters").sum())
+
+    def is_met(self, row: Row, tokens: int) -> bool:
+        """Whether a row ends the last document that is needed; `tokens`: of all rows up to it."""
+        self._characters += row.characters
+        if row.more or not self._spec.limit:
+            return False
+        if self._spec.is_val:
+            return self._characters >= self._spec.limit
+        if len(self._groups) < FEW:
+            self._groups.add(row.group or row.text)
+        return len(self._groups) >= FEW and tokens >= self._spec.limit

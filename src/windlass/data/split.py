@@ -1,5 +1,5 @@
 """Divide prepared tokens into training and validation data. A recipe reads the first documents of a
-source (`documents_read`), and these rules look at them alone:
+source (`Corpus.documents_read`), and these rules look at them alone:
 
 - A document is held out if the hash of its text is below `data.val_fraction`, so that copies of a
   text are on one side. If none of the first FEW is, the one with the smallest hash is, too.
@@ -14,118 +14,122 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from windlass.data.order import splitmix
 from windlass.data.recipe_sources import Member, SourceSpec
-from windlass.data.shards import Corpus, Table
+from windlass.data.shards import FEW, Corpus
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.seeds import seed_bytes
 
-FEW = 100
 LONG_TEXT = 400_000
 # Another tool's validation shard, for example `val.bin`, `valid.bin`, `edufineweb_val_000000.npy`.
 VALIDATION_NAME = re.compile(r"(^|[^a-z])(val(id(ation)?)?|test|dev|eval)([^a-z]|$)")
 
 
-def documents_read(table: Table, spec: SourceSpec) -> int | None:
-    """The number of documents that a recipe reads: the first ones that have `spec.limit` tokens, or
-    characters of separate validation data. None if the table has too few, or without a limit.
+class DocumentSet:
+    """The documents of a training or validation set, end to end as one row of tokens.
 
-    Training reads at least FEW texts, or FEW groups of examples.
+    - `edges`: the first token of each document in the row, and its end, int64 [documents + 1];
+    - `text`: a hash of the texts, equal for every tokenizer.
     """
-    if not spec.limit:
-        return None
-    if spec.is_val:
-        last = int(np.searchsorted(np.cumsum(table.characters), spec.limit))
-    else:
-        first = np.sort(np.unique(table.groups, return_index=True)[1])  # of each group
-        few = int(first[FEW - 1]) if len(first) >= FEW else len(table)
-        last = max(few, int(np.searchsorted(table.edges[1:], spec.limit)))
-    return last + 1 if last < len(table) else None
 
+    def __init__(
+        self,
+        corpora: list[Corpus],
+        numbers: list[np.ndarray],  # of the documents in each corpus, int64 [n]
+        ranges: list[np.ndarray],  # their first tokens and ends in the corpus, int64 [n, 2]
+        text: str = "",
+    ):
+        self.corpora, self.numbers, self.text = corpora, numbers, text
+        starts, stops = np.concatenate([np.zeros((0, 2), np.int64), *ranges]).T
+        self.edges = np.append(0, np.cumsum(stops - starts))
+        # Neighbours are one range: its corpus, its first token in the corpus, and in the row
+        corpus = np.repeat(np.arange(len(corpora)), list(map(len, ranges)))
+        is_next = (starts[1:] == stops[:-1]) & (corpus[1:] == corpus[:-1])
+        begins = np.append(True, ~is_next)[: len(starts)]
+        self._corpus, self._starts = corpus[begins], starts[begins]
+        self._edges = np.append(self.edges[:-1][begins], self.edges[-1])
 
-class Need:
-    """`documents_read` while the documents come, one after another."""
-
-    def __init__(self, spec: SourceSpec, table: Table):
-        """`table` has the documents before."""
-        self._limit, self._is_val = spec.limit, spec.is_val
-        self._characters = int(table.characters.sum())
-        self._groups = set[int](np.unique(table.groups)[:FEW].tolist())
-
-    def is_met(self, group: int, characters: int, tokens: int) -> bool:
-        """Whether a document is the last that is needed; `tokens`: of all documents up to it."""
-        self._characters += characters
-        if self._is_val:
-            return 0 < self._limit <= self._characters
-        if len(self._groups) < FEW:
-            self._groups.add(group)
-        return len(self._groups) >= FEW and 0 < self._limit <= tokens
-
-
-@dataclass(frozen=True)
-class Part:
-    """The documents of one source that a set has, end to end as one row of tokens."""
-
-    corpus: Corpus
-    ranges: np.ndarray  # int64 [n, 2]: first token and end of each range in the source's tokens
-    # The documents' first tokens in the row, and its end, int64 [documents + 1]; for shards of
-    # other tools, which do not name their documents, only the end.
-    edges: np.ndarray
-    numbers: np.ndarray  # of the documents in their source, int64 [documents]
-    text: str = ""  # a hash of the texts, equal for every tokenizer; empty: unknown
-
-    @property
-    def tokens(self) -> int:
+    def __len__(self) -> int:
         return int(self.edges[-1])
 
     @property
     def documents(self) -> int:
-        return len(self.numbers)
+        """The number of documents; 0 with shards of other tools, which do not name them."""
+        return len(self.edges) - 1 if all(c.has_documents for c in self.corpora) else 0
+
+    def field(self, name: str) -> np.ndarray:
+        """A field of the table for each document, int64 [documents]."""
+        pairs = zip(self.corpora, self.numbers, strict=True)
+        fields = [corpus.field(name)[own].astype(np.int64) for corpus, own in pairs]
+        return np.concatenate([np.zeros(0, np.int64), *fields])
+
+    @property
+    def shards(self) -> np.ndarray:
+        """The first token of each shard of the corpora, and the set's end, int64 [shards + 1]."""
+        places, sizes = [np.zeros(0)], np.diff(self._edges)
+        for number, corpus in enumerate(self.corpora):
+            here = self._corpus == number
+            there, rows = (
+                np.stack([first[here], (first + sizes)[here]], axis=1).ravel()
+                for first in (self._starts, self._edges[:-1])
+            )
+            places.append(np.interp(corpus.shard_edges[:-1], there, rows))
+        return np.append(np.concatenate(places), len(self)).astype(np.int64)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens from `start` to `stop` of the row, as `Corpus.read`, int64 [stop - start]."""
+        parts = [np.zeros(0, np.int64)]
+        number = bisect_right(self._edges, start) - 1  # of the range
+        while start < stop:
+            end = min(stop, int(self._edges[number + 1]))
+            shift = int(self._starts[number] - self._edges[number])
+            parts.append(self.corpora[self._corpus[number]].read(start + shift, end + shift))
+            start, number = end, number + 1
+        return np.concatenate(parts)
 
 
 @dataclass(frozen=True)
 class Division:
-    """The training and validation data of a recipe: for each member its parts."""
+    """The training and validation data of a recipe, of each member."""
 
-    train: list[list[Part]]
-    val: list[list[Part]]
+    train: list[DocumentSet]
+    val: list[DocumentSet]
     shared: int = 0  # training documents left out, because the validation data has their texts
 
     def fingerprint(self, tokenizer: Tokenizer) -> str:
         """A hash of the tokens, their split and their tokenizer, equal in every directory."""
         description = tokenizer.describe().model_dump(exclude={"kind", "ends"})
-        members = list[list[Any]]()
-        for parts in (*self.train, *self.val):
-            members.append([])
-            for part in parts:
-                shards = [(shard.identity, shard.tokens) for shard in part.corpus.index.shards]
-                places = part.ranges
-                if part.text:  # the texts determine the tokens, in whatever shards
-                    shards, places = [], part.edges
-                digest = hashlib.sha256(places.astype("<i8").tobytes()).hexdigest()
-                members[-1].append([part.text, shards, digest])
-        content = json.dumps([description, members], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        # the texts determine the tokens, in whatever shards
+        sets = [[one.text, hash_of(one.edges.tobytes())] for one in (*self.train, *self.val)]
+        return hash_of(json.dumps([description, sets], sort_keys=True).encode())
+
+
+def hash_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def divide(
-    members: Sequence[Member[Corpus]], train_size: int = 0, eval_size: int = 0, seed: int = 0
+    members: Sequence[Member],
+    by_source: Mapping[SourceSpec, Corpus],
+    train_size: int = 0,
+    eval_size: int = 0,
+    seed: int = 0,
 ) -> Division:
     """The training and validation data of a recipe; UserError if nothing is left for training.
 
     `train_size` and `eval_size`: numbers of questions or conversations, chosen by `seed`; 0: all.
     """
-    by_member = [[_divided(corpus, member) for corpus in member.sources] for member in members]
+    by_member = [[_divided(by_source[s], member) for s in member.sources] for member in members]
     sources = list(chain(*by_member))
     shared = 0
     # copies in one source have equal hashes
@@ -140,17 +144,15 @@ def divide(
     hashes = [source.texts for source in examples]
     _choose([source.train for source in examples], hashes, train_size, f"train/{seed}")
     _choose([source.val for source in examples], hashes, eval_size, f"eval/{seed}")
-    train = [
-        [_part(source, source.train, -source.cut) for source in group[: len(member.train)]]
-        for group, member in zip(by_member, members, strict=True)
-    ]
-    val = [[_part(source, source.val, source.cut) for source in group] for group in by_member]
-    if members[0].train and not any(part.tokens for part in chain(*train)):
-        names = ", ".join(corpus.spec.name for member in members for corpus in member.train)
+    groups = [(group, len(m.train)) for group, m in zip(by_member, members, strict=True)]
+    train = [_set_of(group[:count], is_val=False) for group, count in groups]
+    val = [_set_of(group, is_val=True) for group in by_member]
+    if members[0].train and not any(map(len, train)):
+        names = ", ".join(spec.name for member in members for spec in member.train)
         reason = "the validation data has it all" if shared else "it holds no text"
         setting = "data.mix" if members[0].name else "data.source"
         raise UserError(f"{setting}: nothing is left for training in {names}: {reason}")
-    return Division(train, [[part for part in parts if part.tokens] for parts in val], shared)
+    return Division(train, val, shared)
 
 
 @dataclass
@@ -163,8 +165,10 @@ class SplitSource:
     corpus: Corpus
     train: np.ndarray  # first token and end of each document, int64 [documents, 2]
     val: np.ndarray  # the same of the held-out tokens
-    texts: np.ndarray  # hashes of the documents, uint64; empty for shards of other tools
-    cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
+    texts: np.ndarray  # hashes of the documents, uint64
+    # The characters before a held-out end, of another tool's shard the tokens; 1 if the beginning
+    # is held out; 0: the document is not cut
+    cut: np.ndarray
 
     def hold_out(self, held: np.ndarray) -> None:
         """Hold out whole documents (bool [documents])."""
@@ -181,23 +185,22 @@ def keep_only(ranges: np.ndarray, wanted: np.ndarray) -> None:
     ranges[~wanted, 1] = ranges[~wanted, 0]
 
 
-def _divided(corpus: Corpus, member: Member[Corpus]) -> SplitSource:
+def _divided(corpus: Corpus, member: Member) -> SplitSource:
     """A source of a member up to its limit, divided into training and validation data."""
-    spec, index, table = corpus.spec, corpus.index, corpus.table
-    edges, texts = corpus.edges, np.zeros(0, np.uint64)
-    count = documents_read(table, spec) or len(table)
-    if count:
-        edges, texts = table.edges[: count + 1], table.field("text")[:count]
+    spec, index = corpus.spec, corpus.index
+    count = corpus.documents_read or corpus.documents
+    if not corpus.has_documents:
+        hashes = [int(hash_of(shard.identity.encode())[:16], 16) for shard in index.shards]
+        edges, texts = corpus.shard_edges, np.array(hashes, np.uint64)
+    else:
+        edges, texts = corpus.document_edges[: count + 1], corpus.field("text")[:count]
     train = np.stack([edges[:-1], edges[1:]], axis=1)
     is_lone = len(member.val if spec.is_val else member.train) == 1
     if is_lone and index.single_text and index.tokenizer.eot is not None:
         # An end-of-text token does not begin a single text that is the only source.
         train[:1, 0] += 0 if index.tokenizer.begin else 1
     source = SplitSource(corpus, train, train[:, [1, 1]], texts, np.zeros(len(train), np.int64))
-    if not spec.is_val and (member.data.val_shards or not count):
-        _hold_out_shards(source, member)
-        return source
-    characters = table.characters[:count]
+    characters = corpus.characters[:count]
     if spec.is_val:
         source.hold_out(np.ones(len(train), bool))
         over = int(characters.sum()) - spec.limit
@@ -206,8 +209,10 @@ def _divided(corpus: Corpus, member: Member[Corpus]) -> SplitSource:
             source.cut[last] = np.maximum(1, characters[last] - over)
             place = corpus.places_of(last, source.cut[last])
             source.val[last, 1] = np.maximum(place, source.val[last, 0] + 1)
+    elif member.data.val_shards or not corpus.has_documents:
+        _hold_out_shards(source, member)
     else:  # whole documents, or the ends of documents
-        fraction, groups = member.held_fraction, table.groups[:count]
+        fraction, groups = member.held_fraction, corpus.groups[:count]
         whole, cuts = held_out(groups, characters, fraction, are_examples=index.masked)
         source.hold_out(whole)
         cut = np.flatnonzero(cuts >= 0)
@@ -251,17 +256,17 @@ def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.nda
     return is_held
 
 
-def _hold_out_shards(source: SplitSource, member: Member[Corpus]) -> None:
+def _hold_out_shards(source: SplitSource, member: Member) -> None:
     """Hold out the first `data.val_shards` shards, which may end inside a document; or another
     tool's shards by their names, else the end of all their tokens."""
     corpus, data, fraction = source.corpus, member.data, member.held_fraction
     names = [Path(shard.file).name.lower() for shard in corpus.index.shards]
-    held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
+    held = np.array([VALIDATION_NAME.search(name) is not None for name in names], bool)
     first, last = source.train.T
     if data.val_shards:
-        end = data.val_shards * data.shard_tokens if len(source.texts) else 0
-        if not end and data.val_shards < len(names):
-            end = int(corpus.edges[data.val_shards])
+        end = data.val_shards * data.shard_tokens
+        if not corpus.has_documents:
+            end = int(corpus.shard_edges[: data.val_shards + 1][-1])
         if not 0 < end < last[-1:].sum():
             more = ", or raise data.max_tokens" if data.max_tokens else ""
             raise UserError(
@@ -279,8 +284,9 @@ def _hold_out_shards(source: SplitSource, member: Member[Corpus]) -> None:
             keep_only(source.train, ~held)
     elif fraction and len(held):
         tokens = corpus.index.tokens
-        end = tokens - max(1, int(tokens * Fraction(str(fraction))))
-        source.val[:, 0] = source.train[:, 1] = np.clip(end, first, last)
+        place = np.clip(tokens - max(1, int(tokens * Fraction(str(fraction)))), first, last)
+        source.cut = np.where(place < last, place - first, 0)
+        source.val[:, 0] = source.train[:, 1] = place
 
 
 def _leave_out_shared(sources: list[SplitSource]) -> int:
@@ -288,26 +294,18 @@ def _leave_out_shared(sources: list[SplitSource]) -> int:
     # the hashes of held-out texts, and the characters of each that may train: those before the cut
     texts, characters = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     for source in sources:
-        if len(source.texts):
-            held = sizes_of(source.val) > 0
-            texts.append(source.texts[held])
-            cut = source.cut[held]
-            characters.append(np.zeros_like(cut) if source.corpus.spec.is_val else cut)
+        held = sizes_of(source.val) > 0
+        texts.append(source.texts[held])
+        characters.append(source.cut[held] * (not source.corpus.spec.is_val))
     held_texts, number = np.unique(np.concatenate(texts), return_inverse=True)
     allowed = np.full(len(held_texts), np.iinfo(np.int64).max)
     np.minimum.at(allowed, number, np.concatenate(characters))  # the least of each text
-    separate = [source.corpus.index for source in sources if source.corpus.spec.is_val]
-    files = {key for index in separate for s in index.shards for key in (s.file, s.identity)}
     count = 0
     for source in sources:
-        if len(source.texts):
-            shared = np.isin(source.texts, held_texts)
-            places = np.searchsorted(held_texts, source.texts[shared])
-            cut = source.cut[shared]
-            shared[shared] = (cut == 0) | (cut > allowed[places])
-        else:
-            shards = source.corpus.index.shards
-            shared = np.array([bool(files & {s.file, s.identity}) for s in shards], bool)
+        shared = np.isin(source.texts, held_texts)
+        places = np.searchsorted(held_texts, source.texts[shared])
+        cut = source.cut[shared]
+        shared[shared] = (cut == 0) | (cut > allowed[places])
         count += int((shared & (sizes_of(source.train) > 0)).sum())
         keep_only(source.train, ~shared)
     return count
@@ -330,16 +328,16 @@ def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
     return splitmix(hashes ^ key)
 
 
-def _part(source: SplitSource, ranges: np.ndarray, cut: np.ndarray) -> Part:
-    """The documents whose range is not empty, as ranges of neighbours end to end."""
-    numbers = np.flatnonzero(sizes_of(ranges) > 0)
-    start, stop = ranges[numbers].T
-    begins = np.append(True, start[1:] != stop[:-1])[: len(start)]
-    ends = np.append(begins[1:], True)[: len(stop)]
-    joined = np.stack([start[begins], stop[ends]], axis=1)
-    edges = np.append(0, np.cumsum(stop - start))
-    if not len(source.texts):
-        return Part(source.corpus, joined, edges[-1:], numbers[:0])
-    content = source.texts[numbers].tobytes() + cut[numbers].astype("<i8").tobytes()
-    text = hashlib.sha256(content).hexdigest()[:16]
-    return Part(source.corpus, joined, edges, numbers, text)
+def _set_of(sources: Sequence[SplitSource], is_val: bool) -> DocumentSet:
+    """The documents of the sources that train, or that are held out."""
+    corpora, numbers, ranges, texts = list[Corpus](), list[np.ndarray](), list[np.ndarray](), b""
+    for source in sources:
+        tokens = source.val if is_val else source.train
+        chosen = np.flatnonzero(sizes_of(tokens) > 0)
+        if len(chosen):
+            corpora.append(source.corpus)
+            numbers.append(chosen)
+            ranges.append(tokens[chosen])
+            cut = source.cut[chosen] if is_val else -source.cut[chosen]
+            texts += source.texts[chosen].tobytes() + cut.tobytes()
+    return DocumentSet(corpora, numbers, ranges, hash_of(texts)[:16])

@@ -87,7 +87,6 @@ class Tokenizer:
         self.special: dict[str, int] = {t.content: i for i, t in added if t.special}
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
-        self.dtype = "uint16" if self.vocab <= 1 << 16 else "uint32"  # of ids in shards
 
     @property
     def first(self) -> tuple[int, ...]:
