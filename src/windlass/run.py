@@ -136,14 +136,15 @@ class Run:
 
         A stopped or preempted run has everything saved. A killed run has failed.
         """
-        return self.state_by(read_lines(self.metrics_path))
+        return self.state_by(read_lines(self.metrics_path), self.alive)
 
-    def state_by(self, lines: Iterable[Line]) -> str:
-        """The state by the raw lines of the ledger."""
+    def state_by(self, lines: Iterable[Line], alive: bool) -> str:
+        """The state by the raw lines of the ledger; `alive` before they were read, because a run
+        may end while they are read."""
         events = [str(line["event"]) for line in lines if line["kind"] == "event"]
         last = next((x for x in reversed(events) if x in (*ENDINGS, *STARTS)), "started")
         if last in ENDINGS:
             return last
-        if self.alive:
+        if alive:
             return "running"
         return "failed" if events else "new"

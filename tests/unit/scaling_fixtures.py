@@ -10,7 +10,7 @@ from report_fixtures import stamp
 from windlass.model.size import count
 from windlass.recipe import Recipe
 from windlass.study.grid import WORLD, Assignment
-from windlass.study.setups import probe_dir
+from windlass.study.probes import probe_dir
 from windlass.study.study import Scaling, Study
 
 SETTINGS = [

@@ -7,12 +7,17 @@ from multiprocessing import get_context
 
 import numpy as np
 import pytest
+from report_fixtures import rows_of
 
 from helpers import refused, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.study.results import BITS, common_measure
-from windlass.study.runner import create_sweep, train_command
+from windlass.reports.answers import good
+from windlass.reports.study import StudyView, cell_table
+from windlass.study.comparable import common_measure
+from windlass.study.numbers import BITS
+from windlass.study.process import train_command
+from windlass.study.runner import create_sweep
 from windlass.study.study import Study
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
@@ -204,10 +209,15 @@ def test_an_untrained_model_does_not_win(create):
     for cell in study.cells:
         line = {"kind": "eval", "suite": "loss", "tokens": 640, "samples": 10}
         write_ledger(study.run_of(cell), line | {"step": 0, "loss": 2.0})
+        (study.run_of(cell).path / "recipe.toml").write_text(cell.recipe.toml())
     finish(study, 2.8, 2.1)
     assert labels(study.winners().groups) == ["lr=0.001"]
-    assert [r.numbers.score for r in study.results()] == [2.8, 2.1]
-    assert {r.numbers.best_loss for r in study.results()} == {2.0}
+    scores = [(r.numbers.score, r.numbers.best_loss) for r in study.results()]
+    assert scores == [(2.8, 2.8), (2.1, 2.1)]
+    seen = StudyView(study.path)
+    assert [row["score"] for row in rows_of(cell_table(seen))] == [2.8, 2.1]
+    assert [view.values["best_eval_loss"] for view in seen.views] == [2.8, 2.1]
+    assert good(seen.views[0]).remark == "Lower before training: 2.0000"
 
 
 @pytest.mark.parametrize(

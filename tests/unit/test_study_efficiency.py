@@ -12,7 +12,8 @@ from windlass.recipe import Recipe
 from windlass.reports.study import scaling_charts
 from windlass.run import Run
 from windlass.study.grid import NODES, WORLD
-from windlass.study.setups import read_setups, windows
+from windlass.study.numbers import windows
+from windlass.study.setups import read_setups
 from windlass.study.study import Scaling
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 

@@ -21,7 +21,7 @@ from windlass.model.size import count
 from windlass.reports.law import compute_chart, residuals
 from windlass.study.ladder import assignments, create_ladder, join, open_ladder, shape_of
 from windlass.study.law import FORMS, Law, Observation, effective_tokens, fit_law
-from windlass.study.results import BITS
+from windlass.study.numbers import BITS
 from windlass.telemetry.measures import show
 
 VOCAB = 50_304

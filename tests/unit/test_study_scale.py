@@ -11,11 +11,11 @@ from helpers import refused
 from windlass import scale, sweep
 from windlass.processes import thread_share
 from windlass.recipe import Recipe
-from windlass.study import runner
+from windlass.study import probes
 from windlass.study.grid import Cell
-from windlass.study.runner import probe_recipe
+from windlass.study.probes import probe_dir, probe_recipe
 from windlass.study.scale import assignments, create_scaling
-from windlass.study.setups import probe_dir, read_setups
+from windlass.study.setups import read_setups
 from windlass.study.study import Scaling, Study, load_study
 
 WORLD = "parallel.world"
@@ -60,11 +60,11 @@ def test_strategies_share_the_probes_that_are_equal(tmp_path, monkeypatch):
         started.append(runs)
         return ""
 
-    monkeypatch.setattr(runner, "WINDLASS", ("true",))
-    monkeypatch.setattr(runner, "_wait", wait)
+    monkeypatch.setattr(probes, "WINDLASS", ("true",))
+    monkeypatch.setattr(probes, "_wait", wait)
     for cell in cells:
         write_run(study.run_of(cell).path, cell.recipe, 2, phases(20.0))
-        runner.run_probe(study, cell, lambda text: None)
+        probes.run_probe(study, cell, lambda text: None)
     modes = [*dict.fromkeys(cell.recipe.parallel.activation_checkpointing for cell in cells)]
     assert len(started) == len(modes) == 2 < len(cells)
     for row in read_setups(study):

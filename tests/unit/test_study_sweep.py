@@ -17,7 +17,7 @@ from windlass.errors import DONE, STOPPED, Stopped
 from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe
-from windlass.study import runner
+from windlass.study import probes, runner
 from windlass.study.progress import Progress
 from windlass.study.runner import Sweep
 from windlass.study.scale import create_scaling
@@ -178,11 +178,11 @@ def test_a_study_is_trained_outside_the_main_thread(play, tmp_path, monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         code, study, _ = pool.submit(play, [{}, {}]).result()
         assert (code, states(study)) == (DONE, ["finished"] * 2)
-        monkeypatch.setattr(runner, "WINDLASS", ("false",))
+        monkeypatch.setattr(probes, "WINDLASS", ("false",))
         recipe, notes = Recipe.load("quickstart", ["parallel.device=cpu"]), []
         scaling = create_scaling(recipe, [1, 2], path=tmp_path / "scaling")
-        pool.submit(runner.run_probe, scaling, scaling.cells[1], notes.append).result()
-    directory = runner.probe_dir(scaling, scaling.cells[1])
+        pool.submit(probes.run_probe, scaling, scaling.cells[1], notes.append).result()
+    directory = probes.probe_dir(scaling, scaling.cells[1])
     assert "exit code 1" in read_json(directory / "probe.json")["reason"] and notes
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from helpers import each_step, refused, tiny_recipe
 from windlass import train
-from windlass.study.results import RunNumbers
+from windlass.study.numbers import RunNumbers
 from windlass.telemetry.summary import (
     Scores,
     averages,

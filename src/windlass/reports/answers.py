@@ -15,7 +15,9 @@ from windlass.ledger import ENDINGS
 from windlass.reports.law import LawView
 from windlass.reports.study import DESCRIPTIONS, StudyView
 from windlass.reports.view import RunView
-from windlass.study.results import BITS, NO_BEST, common_measure, divergence
+from windlass.study.comparable import common_measure
+from windlass.study.numbers import BITS, divergence
+from windlass.study.results import NO_BEST
 from windlass.telemetry.measures import LOSS, show, title_of
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
@@ -138,6 +140,8 @@ def good(view: RunView) -> Answer:
     if values.get("best_eval_step", track["step"][-1]) != track["step"][-1]:
         lowest, step = show(values["best_eval_loss"], "loss"), values["best_eval_step"]
         parts.append(f"lowest loss {lowest} at step {step:,}")
+    if track["step"][0] == 0 and track["loss"][0] < float(values.get("best_eval_loss", math.nan)):
+        parts.append(f"lower before training: {show(track['loss'][0], 'loss')}")
     return Answer(GOOD, _sentence(text), _sentence(*parts))
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from windlass.errors import plural
 from windlass.reports.tables import slug
 from windlass.reports.view import Numbers, RunView, Track, interpolate, thin
-from windlass.study.results import BITS, common_measure, score_fields
+from windlass.study.comparable import common_measure
+from windlass.study.numbers import BITS, score_fields
 from windlass.telemetry.measures import DEVICE, LOSS, SOURCE, TRAIN, by_chart, of_source
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from windlass.errors import UserError
 from windlass.run import Run
-from windlass.study.results import CellResult, RunNumbers, read_numbers
+from windlass.study.numbers import RunNumbers, read_numbers
+from windlass.study.results import CellResult
 from windlass.study.study import STUDY, Study
 from windlass.telemetry.measures import LOSS
 
@@ -49,8 +50,8 @@ def overview(directory: Path) -> list[RunRow]:
                 rows.append(_study_row(path, name))
                 continue
             run = Run(path)
-            numbers = read_numbers(run)
-            state, steps = run.state_by(numbers.history), numbers.steps
+            alive, numbers = run.alive, read_numbers(run)
+            state, steps = run.state_by(numbers.history, alive), numbers.steps
             left = numbers.seconds_left(steps) if state == "running" else None
             rows.append(_row(RunRow(name, state, steps=steps, left_s=left), run, numbers))
     return sorted(rows, key=lambda row: row.run)

@@ -17,8 +17,9 @@ from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread
 from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import Numbers, RunView
 from windlass.study.grid import NODES, SEED, WORLD, label_of, short_names
-from windlass.study.results import BITS, SeedGroup, seed_groups
-from windlass.study.setups import WARMUP, Setup, baseline, read_setups
+from windlass.study.numbers import BITS, WARMUP
+from windlass.study.results import SeedGroup, seed_groups
+from windlass.study.setups import Setup, baseline, read_setups
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import LOSS, SETUP, show, title_of
 from windlass.variables import scrub
@@ -97,10 +98,10 @@ class StudyView:
 
 
 def cell_table(seen: StudyView) -> Table:
-    names = "state steps tokens train_loss eval_loss best_eval_loss train_tokens_per_s device_hours"
+    names = "state steps tokens train_loss eval_loss"
     columns = [measure_column(name) for name in names.split()]
-    if seen.study.measure != LOSS:
-        columns.append(Column("score", f"Best {seen.title}", "score"))
+    columns.append(Column("score", f"Best {seen.title}", "score"))
+    columns += map(measure_column, ("train_tokens_per_s", "device_hours"))
     columns.append(Column("reason", shown=False))
     begun = {view.run.path: view.values for view in seen.views}
     rows = []
@@ -138,7 +139,7 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
     """The best score against each setting: a line for each choice of the other settings. Solid
     points are medians over the seeds, with a hollow one for each seed."""
     charts, names = [], short_names(seen.study.keys)
-    lower = any(result.numbers.lower for result in seen.results)
+    lower = any(result.numbers.scores.lower for result in seen.results)
     for key, values in seen.swept.items():
         numbers = numeric(values)
         places = [float(value) if numbers else float(i) for i, value in enumerate(values)]

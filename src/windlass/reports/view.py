@@ -24,7 +24,8 @@ from windlass.ledger import STARTS, Line, effective, read_lines, timestamp
 from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
 from windlass.run import Run
-from windlass.study.results import RunNumbers, Value, number, validation_data
+from windlass.study.comparable import validation_data
+from windlass.study.numbers import RunNumbers, Value, number
 from windlass.telemetry.measures import DEVICE, LOSS, show
 from windlass.variables import scrub
 
@@ -172,8 +173,8 @@ class RunView:
     """A run as a report sees it, also one without a step."""
 
     def __init__(self, run: Run, label: str = ""):
-        raw = list(read_lines(run.metrics_path))
-        self.run, self.label, self.state = run, scrub(label or run.name), run.state_by(raw)
+        alive, raw = run.alive, list(read_lines(run.metrics_path))
+        self.run, self.label, self.state = run, scrub(label or run.name), run.state_by(raw, alive)
         self.settings: Mapping[str, Any] = scrub(run.recipe.flat())
         # effective, without secrets: only texts can hold one, and most lines have only numbers
         texts = ("event", "sample")

@@ -130,7 +130,9 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     text = f"# {markdown_cell(head.title)}\n"
     if head.lede:
         text += f"\n{markdown_cell(head.lede)}\n"
-    answers = [(x.question, "; ".join(filter(None, [x.text, x.remark]))) for x in head.answers]
+    answers = [
+        (x.question, "; ".join(filter(None, [x.text, x.remark, *x.more]))) for x in head.answers
+    ]
     columns = [Column("", "Question"), Column("", "Answer")]
     text += f"\n{Table('answers', columns, answers).markdown()}"
     for view in computed.views if computed.single else ():

@@ -23,6 +23,7 @@ from windlass.fileio import read_json, write_atomic
 from windlass.model.size import count
 from windlass.recipe import Changes, ModelSettings, Recipe
 from windlass.run import Run
+from windlass.study.comparable import TOKENIZER, common_measure, validation_settings
 from windlass.study.grid import Assignment, Cell
 from windlass.study.law import (
     FORMS,
@@ -36,17 +37,8 @@ from windlass.study.law import (
     fit_law,
     held_out,
 )
-from windlass.study.results import (
-    BITS,
-    TOKENIZER,
-    CellResult,
-    cell_result,
-    common_measure,
-    divergence,
-    number,
-    read_numbers,
-    validation_settings,
-)
+from windlass.study.numbers import BITS, divergence, number, read_numbers
+from windlass.study.results import CellResult, cell_result
 from windlass.study.runner import sweep
 from windlass.study.study import KINDS, Study, load_study
 from windlass.telemetry.measures import LOSS
@@ -272,8 +264,8 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     _check_kind(study)
 
     def result_of(run: Run) -> CellResult:
-        cell = Cell.of(run.recipe, {}, str(run.path))
-        return cell_result(cell, run, read_numbers(run, study.measure))
+        cell, alive = Cell.of(run.recipe, {}, str(run.path)), run.alive
+        return cell_result(cell, run, read_numbers(run, study.measure), alive)
 
     further = {run.path.resolve(): run for run in runs}
     listed = {study.run_of(cell).path.resolve() for cell in study.cells} | further.keys()

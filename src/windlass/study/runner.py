@@ -1,4 +1,4 @@
-"""Trains the cells of a study, each in a `windlass train` process, and probes of scaling studies.
+"""Trains the cells of a study: which cells run now, on which devices, and what becomes of them.
 
 The directory is the only state. A sweep that was killed anywhere and is given again leaves finished
 cells alone and resumes interrupted ones. Failed cells keep their state and reason.
@@ -6,92 +6,29 @@ cells alone and resumes interrupted ones. Failed cells keep their state and reas
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from windlass import errors, processes
+from windlass import errors
 from windlass.data.prepare import prepare
 from windlass.data.recipe_sources import data_dirs
 from windlass.errors import UserError
-from windlass.fileio import read_json, write_atomic
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
-from windlass.recipe import Changes, Recipe, typed
+from windlass.recipe import Changes, Recipe
 from windlass.run import OCCUPIED, Run
 from windlass.study.grid import Cell
+from windlass.study.probes import run_probe
+from windlass.study.process import STOP_SIGNALS, STOPPED, CellProcess, train_command
 from windlass.study.progress import Progress
 from windlass.study.results import OPEN_STATES
-from windlass.study.setups import ALONE, WARMUP, probe_dir, why_no_probe
 from windlass.study.study import Axes, Study, load_study
 from windlass.training.stop import StopSignals
 
 POLL_SECONDS = 0.5  # between two looks at the ledgers
 STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
-# SIGHUP: the terminal or ssh connection is gone.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STOPPED = "stopped with everything saved; the same command continues"
-# A probe has at least PROBE_STEPS after its warm-up, and PROBE_WINDOWS between its `train` lines.
-PROBE_STEPS, PROBE_WINDOWS = 10, 4
-MOST_EVERY = 5  # steps of such a window, at most
-PROBE_SECONDS, PROBE_POLL_SECONDS = 600.0, 0.05  # the limit of a probe, and between two looks
-ENDLESS = 10**6  # steps, because the probe is killed before its end
-TINY_LR = 1e-9  # keeps the loss finite without a schedule
-
-
-class CellProcess(subprocess.Popen[bytes]):
-    """A `windlass train` process in a session of its own; its output goes to `DIRECTORY.out`."""
-
-    def __init__(
-        self,
-        cell: Cell,
-        command: Sequence[str],
-        directory: Path,
-        threads: int = 0,  # of a rank; 0: its own choice
-        devices: Sequence[str] = (),  # that it may use; empty: all
-    ):
-        self.cell, self.devices = cell, devices
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        self.log_path = directory.parent / f"{directory.name}.out"
-        env = os.environ | {processes.QUIET_END: "1", processes.PARENT: str(os.getpid())}
-        if threads:
-            env.setdefault("OMP_NUM_THREADS", str(threads))
-        if devices:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        with self.log_path.open("ab") as log:
-            super().__init__(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def kill(self) -> None:
-        """Kill the process and its ranks. A signal handler may call it, so it does not wait."""
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def failure(self, code: int) -> str:
-        """Why it ended with this exit code; empty if it finished or was asked to stop."""
-        if code in (errors.DONE, errors.STOPPED):
-            return ""
-        kind = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        if code == errors.BAD_INPUT:
-            kind = "bad input"
-        text = self.log_path.read_text(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        messages = [line for line in lines if line.startswith("windlass:")]
-        return ": ".join([kind, *(messages or lines)[-1:]])
 
 
 def sweep(
@@ -151,13 +88,6 @@ def create_sweep(
     if target is None or not Study.is_study(target):  # which has its own ranks
         world = world or options.get("world", 0)
     return Study.create(base, axes, target, world=world)
-
-
-def train_command(study: Study, cell: Cell) -> list[str]:
-    recipe, directory = study.path / "recipe.toml", study.run_of(cell).path
-    places = {"run.dir": str(directory), "run.base": study.recipe.run.base}
-    words = [f"{key}={typed(place)}" for key, place in places.items()]
-    return [*WINDLASS, "train", str(recipe), *cell.overrides, *words]
 
 
 @dataclass
@@ -291,84 +221,3 @@ class Sweep:
         free = [name for name in self.devices if name not in used][:world]
         devices = free if len(free) == world else []
         return CellProcess(cell, command, self.study.run_of(cell).path, threads, devices)
-
-
-def probe_recipe(cell: Cell) -> Recipe:
-    """A data rank's part of a cell's step, without communication, evaluation and checkpoints."""
-    recipe, world = cell.recipe, cell.world or 1
-    on_cpu = recipe.parallel.device == "cpu" or not visible_gpus()
-    off = ("eval.every", "eval.sample_every", "checkpoint.every", "checkpoint.keep_every")
-    return recipe.replace(
-        ALONE
-        | dict.fromkeys(off, 0)
-        | {
-            "train.global_batch": recipe.train.global_batch // recipe.sizes(world).data_world,
-            "train.micro_batch": recipe.batch(world, "cpu" if on_cpu else "cuda").micro_batch,
-            "train.steps": ENDLESS,
-            "optim.lr": TINY_LR,
-            "optim.muon_lr": TINY_LR,
-            "optim.schedule.kind": "constant",
-            "optim.schedule.warmup": 0,
-            "optim.schedule.steps": 0,
-            "telemetry.every": min(recipe.telemetry.every, MOST_EVERY),
-            "telemetry.trackers": [],
-        }
-    )
-
-
-def run_probe(
-    study: Study, cell: Cell, notify: Callable[[str], None], retry_failed: bool = False
-) -> None:
-    """Run a cell's probe unless an equal one has ended; `probe.json` stores how it ended."""
-    directory, ranks = probe_dir(study, cell), (cell.world or 1) // cell.nodes
-    before = read_json(directory / "probe.json").get("state")
-    if why_no_probe(cell) or before == "finished" or (before and not retry_failed):
-        return
-    shutil.rmtree(directory, ignore_errors=True)  # a killed probe: ranks train side by side
-    directory.mkdir(parents=True)
-    recipe, gpus = probe_recipe(cell), visible_gpus()
-    write_atomic(directory / "recipe.toml", recipe.toml())
-    steps = WARMUP + max(PROBE_STEPS, PROBE_WINDOWS * recipe.telemetry.every)
-    side_by_side = f"{ranks} process{'es' * (ranks > 1)}"
-    notify(f"{cell.label}: {steps} steps without communication, {side_by_side}")
-    runs, children = [Run(directory / str(rank)) for rank in range(ranks)], list[CellProcess]()
-    own_gpus = len(gpus) >= ranks and recipe.parallel.device != "cpu"
-    stopped = list[int]()
-    with catch_signals(STOP_SIGNALS, stopped.append):
-        try:
-            for rank, run in enumerate(runs):
-                words = ["train", str(directory / "recipe.toml"), f"run.dir={typed(str(run.path))}"]
-                devices = gpus[rank : rank + 1] if own_gpus else []
-                threads = recipe.train.threads
-                children.append(CellProcess(cell, [*WINDLASS, *words], run.path, threads, devices))
-            reason = _wait(children, runs, steps, stopped)
-        finally:
-            for process in children:
-                process.kill()
-                process.wait()
-    if stopped:
-        raise errors.Stopped(STOPPED)
-    ended = {"state": "failed" if reason else "finished", "reason": reason}
-    write_atomic(directory / "probe.json", json.dumps(ended))
-    if reason:
-        notify(f"{cell.label}: the time of communication is unknown, the probe failed: {reason}")
-
-
-def _wait(
-    children: Sequence[CellProcess], runs: Sequence[Run], steps: int, stopped: list[int]
-) -> str:
-    """Wait until all ranks have trained `steps` steps side by side; returns why they did not."""
-    until, first = time.monotonic() + PROBE_SECONDS, list[int]()
-    while not stopped:
-        for process in children:
-            if (code := process.poll()) is not None:
-                return process.failure(code) or "it ended before its last step"
-        trained = [max((line["step"] for line in run.lines("train")), default=0) for run in runs]
-        if not first and all(trained):
-            first = trained
-        if first and all(now >= then + steps for now, then in zip(trained, first, strict=True)):
-            break
-        if time.monotonic() > until:
-            return f"not {steps} steps within {PROBE_SECONDS:.0f} s"
-        time.sleep(PROBE_POLL_SECONDS)
-    return ""

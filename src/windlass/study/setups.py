@@ -1,41 +1,29 @@
 """How well a study scales: time of a step, speed-up, efficiency, and the parts of a step.
 
-docs/guides/scale.md has the formulas. `probes/<N>-ranks-<hash>/<rank>` of a study are run
-directories. In each the runner trains a rank's part of a cell's batch without communication. They
-run side by side, so that they contend for cores and memory as the cell's ranks on a host do.
-torch's profiler counted 0.5 to 0.83 of the time that two gloo ranks lost.
+docs/guides/scale.md has the formulas.
 """
 
 from __future__ import annotations
 
-import hashlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from windlass.errors import plural
 from windlass.estimate.devices import NO_PEAK
 from windlass.estimate.rank import flops_of_run
-from windlass.fileio import read_json
-from windlass.ledger import STARTS, Line, timestamp
-from windlass.processes import STEP_PHASES
+from windlass.ledger import Line
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
-from windlass.recipe.strategies import NO_LAYOUT, Sizes
-from windlass.run import Run
-from windlass.study.grid import AXES_ONLY, Assignment, Cell, short_names
+from windlass.recipe.strategies import Sizes
+from windlass.study.grid import AXES_ONLY, Assignment, short_names
+from windlass.study.numbers import WARMUP, step_medians, windows
+from windlass.study.probes import probe_medians
 from windlass.study.results import CellResult
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP
 
-WARMUP = 5  # steps of each start that no time of a step counts
-# The settings of a rank that trains without communication.
-ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
-ALONE["parallel.shard_size"] = 0
-# Settings that do not change the time of a step.
-UNTIMED = ("preset", "run.", "data.dir", "eval.", "checkpoint.", "telemetry.")
 # Numbers of a whole run, by their names in `measures.RUN`.
 WHOLE_RUN = (
     *("train_loss", "train_loss_mean", "runtime_s", "samples_per_s_whole_run"),
@@ -155,31 +143,6 @@ def _differences(study: Study, assignment: Assignment) -> list[str]:
     return words
 
 
-def windows(lines: Iterable[Line], since: float = 0.0) -> list[Line]:
-    """The `train` lines whose steps begin after WARMUP steps of their start, and after `since`
-    (seconds since 1970). A line holds means over the steps since the previous line.
-    """
-    step, start, begun, chosen = 0, 0, 0.0, []
-    for line in lines:
-        if line["kind"] == "event" and line.get("event") in STARTS:
-            step = start = line["step"]
-        elif line["kind"] == "train":
-            if line.get("step_ms") and step - start >= WARMUP and begun >= since:
-                chosen.append(line)
-            step, begun = line["step"], timestamp(line) if since else 0.0
-    return chosen
-
-
-def step_medians(lines: Sequence[Line]) -> dict[str, float]:
-    """Medians of a step's time, phases and tokens over `train` lines; empty without lines."""
-    names = (f"{name}_ms" for name in ("step", *STEP_PHASES))
-    columns = {name: [x[name] for x in lines if name in x] for name in names}
-    for name in ("tokens", "padded_tokens"):
-        rates = [(x.get(f"{name}_per_s", x["tokens_per_s"]), x["step_ms"]) for x in lines]
-        columns[f"{name}_per_step"] = [rate * ms / 1e3 for rate, ms in rates]
-    return {name: statistics.median(column) for name, column in columns.items() if column}
-
-
 def _remark_on_cores(setup: Setup) -> None:
     environment = setup.result.run.environment
     cores, threads = environment.get("machine", {}).get("cores"), dict[str, list[int]]()
@@ -192,41 +155,6 @@ def _remark_on_cores(setup: Setup) -> None:
         setup.remarks.append(f"oversubscribed: {shared}, which says nothing about {devices}")
 
 
-def probe_dir(study: Study, cell: Cell) -> Path:
-    """The directory of a cell's probe, which strategies share."""
-    settings = cell.recipe.replace(ALONE).flat().items()
-    timed = [(key, value) for key, value in settings if not key.startswith(UNTIMED)]
-    digest = hashlib.sha256(f"{timed}{cell.world}x{cell.nodes}".encode()).hexdigest()[:8]
-    return study.path / "probes" / f"{cell.world}-ranks-{digest}"
-
-
-def why_no_probe(cell: Cell) -> str:
-    """Why a cell cannot have a probe; empty if it can."""
-    parallel = cell.recipe.parallel
-    if (cell.world or 1) < 2:
-        return "one rank does not communicate"
-    if parallel.offload:
-        return "offloading takes time that a probe without communication does not have"
-    return "no rank can do its part of the step alone" if parallel.model_ranks > 1 else ""
-
-
-def _probe_medians(study: Study, cell: Cell) -> tuple[Mapping[str, float], str]:
-    """The medians of a cell's step without communication, or why there are none."""
-    directory = probe_dir(study, cell)
-    ended = read_json(directory / "probe.json")
-    if why := why_no_probe(cell):
-        return {}, why
-    if not ended or ended["reason"]:
-        return {}, f"the probe failed: {ended['reason']}" if ended else "no probe was run"
-    ledgers = [Run(path.parent).ledger() for path in sorted(directory.glob("*/metrics.jsonl"))]
-    # From the moment when every rank had trained its first steps, all of them ran.
-    firsts = [next(line for line in lines if line["kind"] == "train") for lines in ledgers]
-    since = max(map(timestamp, firsts))
-    ranks = [step_medians(windows(lines, since)) for lines in ledgers]
-    names = dict.fromkeys(name for rank in ranks for name in rank)
-    return {n: statistics.median(rank[n] for rank in ranks if n in rank) for n in names}, ""
-
-
 def _divide(study: Study, setup: Setup) -> None:
     """Divide a setup's step into STEP_PARTS.
 
@@ -237,7 +165,7 @@ def _divide(study: Study, setup: Setup) -> None:
     values, why = setup.values, ""
     probe: Mapping[str, float] = values
     if setup.world > 1:
-        probe, why = _probe_medians(study, setup.result.cell)
+        probe, why = probe_medians(study, setup.result.cell)
     values.setdefault("data_ms", 0.0)
     if why:
         setup.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))

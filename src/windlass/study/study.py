@@ -25,18 +25,10 @@ from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, typed
 from windlass.recipe.layers import dotted, study_presets
 from windlass.run import Run
+from windlass.study.comparable import TOKENIZER
 from windlass.study.grid import NODES, ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
-from windlass.study.results import (
-    BITS,
-    NO_BEST,
-    TOKENIZER,
-    CellResult,
-    RunNumbers,
-    Winners,
-    cell_result,
-    find_winners,
-    read_numbers,
-)
+from windlass.study.numbers import BITS, RunNumbers, read_numbers
+from windlass.study.results import NO_BEST, CellResult, Winners, cell_result, find_winners
 from windlass.telemetry.measures import LOSS
 
 STUDY = "study.json"
@@ -226,12 +218,13 @@ class Study:
         if failures is None:
             failures = read_json(self.path / "failures.json")
         run, version = self.run_of(cell), tuple[int, ...]()
+        alive = run.alive
         with suppress(OSError):
             stat = run.metrics_path.stat()
             version = stat.st_size, stat.st_mtime_ns
         if run.path not in self._numbers or self._numbers[run.path][0] != version:
             self._numbers[run.path] = version, read_numbers(run, self.measure)
-        return cell_result(cell, run, self._numbers[run.path][1], failures.get(cell.key))
+        return cell_result(cell, run, self._numbers[run.path][1], alive, failures.get(cell.key))
 
     def set_failure(self, cell: Cell, reason: str | None) -> None:
         """Record why a cell failed; None: it may be tried again."""
