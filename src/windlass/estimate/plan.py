@@ -14,6 +14,7 @@ from statistics import mean, median
 from typing import Any
 
 from windlass.errors import UserError, argument
+from windlass.estimate.advice import recommend
 from windlass.estimate.calendar import (
     CHECKPOINT,
     EVALUATION,
@@ -32,7 +33,6 @@ from windlass.estimate.layouts import (
     Settings,
     layout_rows,
     memory_rows,
-    recommend,
 )
 from windlass.estimate.memory import memory
 from windlass.estimate.step import constants, slowest

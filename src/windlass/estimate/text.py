@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.describe import mixture_table, repeated
 from windlass.errors import plural
+from windlass.estimate.advice import pasted
 from windlass.estimate.inputs import NETWORK
-from windlass.estimate.layouts import pasted
 from windlass.estimate.memory import PARTS
 from windlass.model.size import describe_network, trainable
 from windlass.telemetry.measures import duration, short
