@@ -3,8 +3,8 @@
 import pytest
 
 import hf_fixtures
-from windlass.estimate.inputs import PlanInputs, read_inputs
 from windlass.estimate.advice import PlannedMemory, advise, savings
+from windlass.estimate.inputs import PlanInputs, read_inputs
 from windlass.estimate.plan import plan
 from windlass.recipe import Recipe, typed
 

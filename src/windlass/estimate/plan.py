@@ -277,9 +277,10 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
         costs[EVALUATION] = median(evaluations[step] for step in sorted(evaluations)[1:])
     saves = sum(x["kind"] == "event" and x.get("event") == "checkpoint" for x in ledger)
     samples = len({x["step"] for x in ledger if x["kind"] == "sample"})
-    seconds = [x["seconds"] for x in ledger if isinstance(x.get("seconds"), dict)]
+    timed = (x for x in ledger if isinstance(x.get("seconds"), dict))
+    seconds = {x.get("attempt", 0): x["seconds"] for x in timed}  # at the end of each start
     for what, phase, number in ((CHECKPOINT, "save", saves), (SAMPLE, "sample", samples)):
-        spent = max((s.get(phase, 0.0) for s in seconds), default=0.0)
+        spent = sum(s.get(phase, 0.0) for s in seconds.values())
         if number and spent:
             costs[what] = spent / number
     return Speed(speed, world, "measured", detail, costs, device)
