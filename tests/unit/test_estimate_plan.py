@@ -9,7 +9,7 @@ import pytest
 from estimate_fixtures import write_run
 
 import hf_fixtures
-from helpers import refused, write_corpus
+from helpers import refused, write_corpus, write_ledger
 from windlass.data.loader import Loader
 from windlass.data.open import open_samples
 from windlass.data.prepare import prepare
@@ -213,10 +213,13 @@ def test_all_validation_data_is_measured_at_end_if_that_is_tenth_of_work(at_end,
 
 
 def test_a_live_run_says_what_is_left(tmp_path):
-    result = plan(write_run(tmp_path / "runs" / "live", until=40).path)
+    run = write_run(tmp_path / "runs" / "live", until=40)
+    result = plan(run)
     assert (result.done, result.steps, result.size.vocab) == (40, 100, 257)
     assert result.seconds == pytest.approx(6.0 + 3 * 2.0), "evaluations at 50, 75, 100"
     assert (result.speed.basis, result.milestones["evaluation"]) == ("measured", 3)
+    write_ledger(run, {"kind": "event", "event": "preempted", "step": 43})
+    assert (plan(run).done, plan(run).seconds) == (43, pytest.approx(5.7 + 3 * 2.0))
 
 
 def test_an_unknown_device_and_runs_by_their_paths(call, tmp_path):

@@ -109,7 +109,7 @@ def test_a_live_line_in_a_terminal_and_all_lines_in_the_log(tmp_path, columns):
         (50, "15.2k tok/s"),
         (64, "lr 3.00e-04"),
         (80, "epoch 2.93"),
-        (120, "MFU 41.2 %"),
+        (105, "MFU 41.2 %"),
         (130, "GPU mem 1.23 GB"),
     ],
 )

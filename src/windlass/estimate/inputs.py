@@ -124,7 +124,8 @@ def read_inputs(
 ) -> PlanInputs:
     """The inputs of a plan. Arguments as `plan`; `run`: has begun, and its ledger has the data's
     sizes; `activations`: measure the activations of a Hugging Face model."""
-    started: Line = last_start(run.ledger()) if run else {}
+    ledger = run.ledger() if run else []
+    started = last_start(ledger)
     ranks = world or int(started.get("world", 1))
     like = last_start(past[0].ledger()) if past and not run else started
     name = device or str(like.get("device") or "")
@@ -149,7 +150,7 @@ def read_inputs(
     inputs = PlanInputs(recipe, ranks, target, precision, per_host=per_host)
     if run is None:
         return with_sizes(_with_prepared_data(inputs), activations)
-    train, data = run.lines("train"), started.get("data", {})
+    train, data = [x for x in ledger if x["kind"] == "train"], started.get("data", {})
     last: Line = train[-1] if train else {}
     counted = last.get("samples") and last.get("tokens")
     per_sample = last["tokens"] / last["samples"] if counted else None
@@ -161,7 +162,7 @@ def read_inputs(
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
         tokens_per_sample=per_sample,
         width=growth * (per_sample or 0.0),
-        done=int(last["step"] if last else started["step"]),
+        done=ledger[-1]["step"],
         steps=int(started["steps"]),
         val_samples=data.get("val", {}).get("samples", 0),
         mixture=data.get("mixture"),

@@ -10,7 +10,7 @@ from itertools import product
 from windlass.errors import UserError, plural
 from windlass.estimate.inputs import PlanInputs
 from windlass.estimate.memory import Memory, Network, memory
-from windlass.estimate.micro_batch import with_largest_micro_batch
+from windlass.estimate.micro_batch import with_largest_micro_batch, with_micro_batches
 from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import slowest
 from windlass.model.size import CountedSizes
@@ -141,9 +141,7 @@ def layouts(inputs: PlanInputs) -> Iterator[Layout]:
             continue
         base = replace(base, workspace=inputs.device.workspace_bytes)
         groups = 0 if host % (tensor * context) else host // (tensor * context)
-        sizes = [n for n in range(1, base.share // pipeline + 1) if base.share % n == 0]
-        for size in [base.micro_batch] if recipe.train.micro_batch else sizes:
-            of_size = replace(base, micro_batch=size, accumulation=base.share // size)
+        for of_size in [base] if recipe.train.micro_batch else with_micro_batches(base):
             for layout in variants(of_size, groups=groups):
                 if not layout.policy.grouped or 1 < layout.shard // context < layout.data_world:
                     yield layout

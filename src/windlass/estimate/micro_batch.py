@@ -3,6 +3,7 @@ on a GPU choose it alike."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from windlass.estimate.devices import CAREFUL, USABLE, Device
@@ -16,14 +17,20 @@ def with_largest_micro_batch(
     model: Network, vocab: int, layout: Layout, optimizer: str, usable: int
 ) -> Layout | None:
     """The layout with the largest micro-batch that fits; None if none does."""
-    samples = layout.micro_batch * layout.accumulation  # of the largest step
-    share = layout.share or samples
-    for size in range(share // layout.pipeline, 0, -1):  # each stage needs a micro-batch
-        if share % size == 0:
-            tried = replace(layout, micro_batch=size, accumulation=samples // size)
-            if memory(model, vocab, tried, optimizer).total <= usable:
-                return tried
-    return None
+    fitting = (
+        tried
+        for tried in with_micro_batches(layout)
+        if memory(model, vocab, tried, optimizer).total <= usable
+    )
+    return next(fitting, None)
+
+
+def with_micro_batches(layout: Layout) -> Iterator[Layout]:
+    """The layout with each micro-batch that divides a rank's samples, the largest first."""
+    samples = layout.samples
+    for size in range(samples // layout.pipeline, 0, -1):  # each stage needs a micro-batch
+        if samples % size == 0:
+            yield replace(layout, micro_batch=size, accumulation=samples // size)
 
 
 def layout_on(

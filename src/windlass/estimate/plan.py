@@ -338,7 +338,6 @@ def predicted_speed(inputs: PlanInputs) -> tuple[Speed | None, str]:
     except UserError as error:
         return None, str(error)
     tokens = min(row, inputs.tokens_per_sample or row)
-    samples = layout.micro_batch * layout.accumulation * layout.data_world
     detail = f"predicted for {device.name}, {'compiled' if layout.compile else 'not compiled'}"
     if step.bubble:
         detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
@@ -355,5 +354,5 @@ def predicted_speed(inputs: PlanInputs) -> tuple[Speed | None, str]:
     else:
         detail += "; its error is unknown, because published runs are in bf16, "
         detail += f"{NARROWEST} or more wide, on {', '.join(ranges)}"
-    rate = samples * tokens / step.total
+    rate = layout.samples * layout.data_world * tokens / step.total
     return Speed(rate, inputs.world, "predicted", detail, {}, device.name, reached), ""

@@ -102,9 +102,8 @@ def _print_memory(plan: Any, console: Console) -> None:
         cells.append((*place, *parts.values(), fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
     if ours or measured:
-        most = f"{first.share or first.micro_batch * first.accumulation:,}"
-        samples = f"{most}, the sequences of a rank in a step"
-        notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
+        most = f"at most {first.samples:,}, the sequences of a rank in a step"
+        notes.append(f"max: the largest micro-batch that fits; {most}.")
     else:
         why = plan.unknown.get("activations", "")
         notes.append(f"The activations of this model are unknown: {why}")

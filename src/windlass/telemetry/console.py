@@ -61,7 +61,7 @@ class Console:
             for number, line in enumerate(fact.split("\n") if fact else ()):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
                 self._print(f"{'' if number else name:<{width}}{line}", style, indent=" " * width)
-        self._step = first_step
+        self._step, self._drawn = first_step, time.monotonic()
         legend = f"{'legend':<{width}}{LEGEND}"
         if self._terminal is None:
             self._print(legend)
