@@ -157,6 +157,8 @@ def test_a_decay_branches_from_the_plateau(corpus, tmp_path):
     assert [line["step"] for line in lines] == [7, 8, 9]
     assert [round(line["lr"] / 3e-3, 4) for line in lines] == [1.0, 0.6667, 0.3333]
     assert lines[0]["loss"] == flat.lines("train")[6]["loss"]
+    wall, speed = run.summary["wall_time"], run.summary["samples_per_s_whole_run"]
+    assert speed == pytest.approx(3 * 8 / (wall["total"] - wall["startup"])), "its own samples"
     other = branch.replace(f"run.dir='{tmp_path / 'other'}'")
     for recipe, origin, word in (
         (other, f"{flat.path}@5", "checkpoint of step 5"),

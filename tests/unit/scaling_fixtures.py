@@ -63,7 +63,7 @@ def write_run(
             line("event", step, event="first_step", startup_s=seconds["startup"])
     if finished:
         total = sum(seconds.values())
-        line("eval", 20, suite="loss", loss=2.5, samples=8, tokens=256, runtime_s=1.0)
+        line("eval", 20, suite="loss", loss=2.5, samples=8, samples_per_s=8.0, runtime_s=1.0)
         if "squad" in recipe.eval.suites:
             line("eval", 20, suite="squad", exact_match=12.5, f1=25.0, items=8)
         summary = {"steps": 20, "world": world, "parameters": size, "peak_mem_mb": peak_mb}

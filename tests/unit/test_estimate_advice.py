@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import hf_fixtures
+from windlass.estimate.advice import PlannedMemory, advise, savings
 from windlass.estimate.devices import USABLE
 from windlass.estimate.inputs import PlanInputs, read_inputs
-from windlass.estimate.layouts import PlannedMemory, advise, savings
 from windlass.estimate.plan import plan
-from windlass.recipe import Recipe
+from windlass.recipe import Recipe, typed
 
 WIDE = {"layers": 4, "width": 1024, "heads": 8, "context": 256, "vocab": 20_000}
 OWN = {f"model.{key}": value for key, value in WIDE.items()}
@@ -90,7 +90,7 @@ def test_a_plan_that_does_not_fit_has_no_time_and_names_what_does(models):
     lora = ["model.kind=hf", f"model.name={models / 'float32'}", "model.lora.rank=8"]
     lora += ["model.context=128", "train.micro_batch=8", "train.global_batch=8", "train.steps=10"]
     whole = plan("bloom-560m-squad", lora, device="RTX-4090")
-    assert whole.seconds and whole.recommended["train.micro_batch"] == 8
+    assert whole.seconds and whole.recommended == {} and "own layout" in whole.advice
     needed = next(row for row in whole.memory if row.chosen).memory.total
     card = {"device": "RTX-4090", "memory_bytes": int(0.9 * needed)}
     small = plan("bloom-560m-squad", lora, **card)
@@ -154,3 +154,20 @@ def test_the_guides_table_of_cards_is_planned(model, method, tmp_path):
     for card, size in [(c, s) for c, m, how, s in cells() if (m, how) == (model, method)]:
         assert total / 1e9 == pytest.approx(size, abs=0.06)
         assert total <= USABLE * card * 2**30
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ["parallel.strategy=full_shard", "parallel.offload=true"],
+        ["parallel.strategy=hybrid_shard", "parallel.shard_size=2"],
+        ["parallel.activation_checkpointing=full"],
+    ],
+)
+def test_recommended_settings_undo_what_a_recipe_does_not_need(own):
+    wanted = plan("gpt2-124m", own, world=4, device="H100").recommended
+    changed = [*own, *(f"{key}={typed(value)}" for key, value in wanted.items())]
+    again = plan("gpt2-124m", changed, world=4, device="H100")
+    [row] = [row for row in again.memory if row.chosen]
+    assert (row.layout.strategy, row.layout.checkpointing, row.layout.offload) == ("ddp", "none", 0)
+    assert row.fits and again.recommended == {}

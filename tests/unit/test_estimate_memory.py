@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from windlass.errors import installed
+from windlass.estimate.advice import recommend
 from windlass.estimate.devices import USABLE, Device, find_device
 from windlass.estimate.inputs import PlanInputs
-from windlass.estimate.layouts import memory_rows, recommend
+from windlass.estimate.layouts import memory_rows
 from windlass.estimate.memory import GATHER_BYTES, STACK_NUMBERS, Tensors, memory
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, Program, ranks_of
@@ -172,21 +173,20 @@ def inputs(micro_batch=0):
 def test_what_is_recommended_fits_and_nothing_cheaper_does():
     rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(70e9))
     assert [row.layout for row in rows if row.chosen] == [BASE_LAYOUT]
-    kept = {"parallel.strategy": "ddp", "parallel.activation_checkpointing": "none"}
-    assert recommend(rows, inputs())[0] == kept | {"train.micro_batch": 64}
+    assert recommend(rows, inputs())[0] == {"train.micro_batch": 64}
     strategies = set()
     for gigabytes in (6, 10, 16, 30):
         rows = memory_rows(LARGE, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9))
         settings, _ = recommend(rows, inputs())
         first = next(row for row in rows if row.largest_micro_batch).layout
-        assert settings["parallel.strategy"] == first.strategy
+        assert settings.get("parallel.strategy", "ddp") == first.strategy
         assert settings.get("parallel.offload", False) == first.offload
         strategies.add((first.strategy, first.checkpointing))
     assert len(strategies) > 2
     whole = replace(BASE_LAYOUT, micro_batch=64, accumulation=1)
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(20e9))
     settings, _ = recommend(rows, inputs(64))  # the recipe's own micro-batch stays
-    assert settings["train.micro_batch"] == 64
+    assert "train.micro_batch" not in settings
     assert settings["parallel.activation_checkpointing"] != "none"
 
 

@@ -28,6 +28,9 @@ def test_milestones_by_hand():
     for one in milestones(r, Horizon(100, 130, 4)):
         (saves if one.what == "checkpoint" else rest).append(one.step)
     assert (saves, rest) == ([60, 100], [0, 40, 80, 100])
+    # the best may be of step 80, between the saves
+    assert most_checkpoints(r, Horizon(100, 130, 4)) == 3
+    assert most_checkpoints(r.replace({"checkpoint.keep_best": False}), Horizon(100, 130, 4)) == 2
     r = r.replace({"checkpoint.every": 10, "checkpoint.keep_last": 3})
     # three, the best, and one while it is written
     assert most_checkpoints(r, Horizon(100, 0, 4)) == 5
@@ -61,6 +64,10 @@ def test_costs_of_evaluations_and_saves():
     lines += [train(10, 100), *({"kind": "event", "event": "checkpoint", "step": 10},) * 2]
     lines.append(train(20, 100, seconds={"train": 2.0, "save": 0.5}))
     assert measured_speed([START, *lines], "x").costs == {"evaluation": 16.0, "checkpoint": 0.25}
+    again = START | {"event": "resumed", "step": 20, "attempt": 1}
+    saved = {"kind": "event", "event": "checkpoint", "step": 30, "attempt": 1}
+    lines += [again, train(30, 100, 1, seconds={"train": 1.0, "save": 0.4}), saved]
+    assert measured_speed([START, *lines], "x").costs["checkpoint"] == pytest.approx(0.3)
 
 
 def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):

@@ -362,7 +362,7 @@ def test_the_memory_of_a_host(tmp_path, monkeypatch):
     """A base for each rank, and twice the host's part of a checkpoint; on a CPU what trains as
     well. A site may say it.
     """
-    from windlass.estimate.inputs import host_memory_gb
+    from windlass.estimate.advice import host_memory_gb
 
     recipe = Recipe.load("c4-30m", ["model.vocab=50304"])
     disk = checkpoint_bytes(recipe, 50304) / 1e9

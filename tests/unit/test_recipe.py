@@ -48,6 +48,7 @@ def test_overrides_take_toml_values_and_plain_text():
     recipe = Recipe.load("quickstart", overrides.split())
     assert (recipe.optim.lr, recipe.optim.betas) == (3e-4, (0.8, 0.9))
     assert recipe.model.norm == "rmsnorm" and recipe.train.compile
+    assert Recipe.load("quickstart", ["train.steps=1e4"]).train.steps == 10_000
     assert parse_override("data.source=a b=c") == ("data.source", "a b=c")
     assert parse_override("run.name=2024-01-01") == ("run.name", "2024-01-01")
     for key in ("checkpoint.resume", "run.notes", "data.source"):  # a number is text here
@@ -81,6 +82,7 @@ def test_all_problems_are_reported_together():
         ("schedule.kind", "optim.schedule.kind"),
         ("lr_scheduler.min_lr_factor", "optim.schedule.final"),
         ("name", "run.name or model.name"),
+        ("model.seq_len", "model.context"),
     ],
 )
 def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
@@ -139,6 +141,11 @@ def test_a_list_is_taken_as_a_shell_leaves_it():
         ("optim.betas=[1.5,0.9]", ("less than 1", "1.5")),
         ("telemetry.trackers=comet", ("tensorboard", "mlflow", "wandb", "comet")),
         ("optim.lr=0", ("greater than 0", "0")),
+        ("optim.betas=0.9,0.95", ("optim.betas=[0.9,0.95]", "list of")),
+        ("optim.betas=[0.9]", ("optim.betas=[0.9,0.95]",)),
+        ("data.columns=instruction:question", ("data.columns.instruction=question",)),
+        ("optim.kind=AdamW", ("did you mean adamw?",)),
+        ("model.lora.rank=8", ('model.kind = "hf"',)),
         ("train=3", ("section", "train.steps")),
         ("train.steps=1.5", ("4576", "1 epoch")),
         ("data.source=true", ("string", "list", "true")),
@@ -146,8 +153,9 @@ def test_a_list_is_taken_as_a_shell_leaves_it():
     ],
 )
 def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
-    text = problems(override)[override.partition("=")[0]]
-    assert all(word in text for word in words), text
+    [(key, text)] = problems(override).items()
+    assert override.startswith(key) and all(word in text for word in words), text
+    assert "?," not in text and ("run.name" in text) == ("model.name" in override), text
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,9 @@ def test_the_speed_of_evaluations():
     first, place = train_line(1, 9000, 10), {"kind": "eval", "suite": "loss", "loss": 2.0}
     ledger = [
         first,
-        place | {"step": 5, "samples": 8, "runtime_s": 2.0},
-        place
-        | {"step": 13, "samples": 8, "full_samples": 40, "train_samples": 8, "runtime_s": 6.0},
+        place | {"step": 5, "samples": 8, "samples_per_s": 4.0, "runtime_s": 2.0},
+        # of several passes: training data, averaged weights
+        place | {"step": 13, "samples": 8, "samples_per_s": 8.0, "runtime_s": 6.0},
         place | {"suite": "squad", "step": 13, "items": 3, "runtime_s": 100.0},
     ]
     assert averages(ledger)["eval_samples_per_s"] == evaluation_speed(ledger) == 56 / 8

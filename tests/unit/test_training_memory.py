@@ -10,9 +10,9 @@ import torch
 
 import hf_fixtures
 from windlass.estimate.devices import Device
-from windlass.estimate.inputs import layout_on
 from windlass.estimate.layouts import memory_rows
 from windlass.estimate.memory import memory
+from windlass.estimate.micro_batch import layout_on
 from windlass.model.build import read_sizes
 from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import init_ranks

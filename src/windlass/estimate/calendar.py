@@ -124,11 +124,13 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
 
 def most_checkpoints(recipe: Recipe, horizon: Horizon) -> int:
     """The most checkpoints of a run on disk at a time, with the one that is being written."""
-    settings = recipe.checkpoint
-    saves = [m.step for m in milestones(recipe, horizon) if m.what == CHECKPOINT]
+    settings, work = recipe.checkpoint, milestones(recipe, horizon)
+    saves = [m.step for m in work if m.what == CHECKPOINT]
+    evaluated = {m.step for m in work if m.what == EVALUATION and m.step}
     older = saves[: -settings.keep_last]
     permanent = sum(horizon.due(settings.keep_every, step) for step in older)
     stay = min(len(saves), settings.keep_last) + permanent
-    if settings.keep_best and len(older) > permanent:
-        stay += 1
-    return min(len(saves), stay + 1)
+    # The best one may be older than the newest ones, or of an evaluation between two saves.
+    between = settings.keep_best and not evaluated <= set(saves)
+    stay += settings.keep_best and bool(evaluated) and (between or len(older) > permanent)
+    return min(len(saves) + between, stay + 1)

@@ -1,28 +1,19 @@
-"""The inputs of a plan: recipe, ranks, device, sizes of data and model; the largest micro-batch.
+"""The inputs of a plan: recipe, ranks, device, and the sizes of data and model.
 
 Torch only counts the parameters of a Hugging Face model.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windlass.errors import UserError, argument, first_line
 from windlass.estimate.calendar import recipe_vocab
-from windlass.estimate.devices import (
-    CAREFUL,
-    USABLE,
-    Device,
-    find_device,
-    peak_flops,
-    table,
-    this_device,
-)
-from windlass.estimate.memory import Network, memory
-from windlass.estimate.rank import Layout, checkpoint_bytes, layout_of
+from windlass.estimate.devices import Device, find_device, peak_flops, table, this_device
+from windlass.estimate.micro_batch import layout_on
+from windlass.estimate.rank import Layout, checkpoint_bytes
 from windlass.estimate.step import Links, Speeds, published_speeds
 from windlass.hub import missing_package
 from windlass.ledger import Line, last_start
@@ -32,8 +23,6 @@ from windlass.run import Run
 
 PER_HOST = 8  # assumed GPUs of a host
 NETWORK = 25e9  # assumed bytes a second between hosts for each GPU: an adapter of 200 Gbit/s
-GPU_RANK_GB, CPU_RANK_GB = 8, 3  # Python, torch, the driver's maps, token shards, and a margin
-LARGE_VOCAB = 2**18  # assumed if the embedding's rows depend on data that are not prepared
 
 
 @dataclass(frozen=True)
@@ -135,7 +124,8 @@ def read_inputs(
 ) -> PlanInputs:
     """The inputs of a plan. Arguments as `plan`; `run`: has begun, and its ledger has the data's
     sizes; `activations`: measure the activations of a Hugging Face model."""
-    started: Line = last_start(run.ledger()) if run else {}
+    ledger = run.ledger() if run else []
+    started = last_start(ledger)
     ranks = world or int(started.get("world", 1))
     like = last_start(past[0].ledger()) if past and not run else started
     name = device or str(like.get("device") or "")
@@ -160,7 +150,7 @@ def read_inputs(
     inputs = PlanInputs(recipe, ranks, target, precision, per_host=per_host)
     if run is None:
         return with_sizes(_with_prepared_data(inputs), activations)
-    train, data = run.lines("train"), started.get("data", {})
+    train, data = [x for x in ledger if x["kind"] == "train"], started.get("data", {})
     last: Line = train[-1] if train else {}
     counted = last.get("samples") and last.get("tokens")
     per_sample = last["tokens"] / last["samples"] if counted else None
@@ -172,7 +162,7 @@ def read_inputs(
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
         tokens_per_sample=per_sample,
         width=growth * (per_sample or 0.0),
-        done=int(last["step"] if last else started["step"]),
+        done=ledger[-1]["step"],
         steps=int(started["steps"]),
         val_samples=data.get("val", {}).get("samples", 0),
         mixture=data.get("mixture"),
@@ -247,66 +237,3 @@ def with_sizes(inputs: PlanInputs, activations: bool = False, several: bool = Tr
         reason = f"{type(error).__name__}: {first_line(error)}"
         return replace(inputs, counted=counted, activations_reason=reason)
     return replace(inputs, counted=replace(counted, peaks=peaks))
-
-
-def with_largest_micro_batch(
-    model: Network, vocab: int, layout: Layout, optimizer: str, usable: int
-) -> Layout | None:
-    """The layout with the largest micro-batch that fits; None if none does."""
-    samples = layout.micro_batch * layout.accumulation  # of the largest step
-    share = layout.share or samples
-    for size in range(share // layout.pipeline, 0, -1):  # each stage needs a micro-batch
-        if share % size == 0:
-            tried = replace(layout, micro_batch=size, accumulation=samples // size)
-            if memory(model, vocab, tried, optimizer).total <= usable:
-                return tried
-    return None
-
-
-def layout_on(
-    recipe: Recipe,
-    vocab: int,
-    world: int,
-    device: Device,
-    precision: str,
-    usable: int | None = None,
-    counted: CountedSizes | None = None,
-) -> Layout:
-    """The layout of a recipe on ranks of a device with `usable` bytes each (default: the plan's).
-
-    On CUDA a micro-batch that the recipe leaves open is the largest that fits. It is the one by
-    tokens if the memory, the vocabulary or the activations (`counted`, of a model of
-    `transformers`) are unknown, or if nothing fits.
-    """
-    layout = layout_of(recipe, world, device.kind, precision)
-    layout = replace(layout, workspace=device.workspace_bytes)
-    usable = device.usable_bytes if usable is None else usable
-    is_open = device.kind == "cuda" and not recipe.train.micro_batch
-    model: Network | None = recipe.model if recipe.model.kind == "gpt" else counted
-    has_peaks = not isinstance(model, CountedSizes) or model.peaks
-    if not is_open or usable is None or model is None or not vocab or not has_peaks:
-        return layout
-    if world > 1 or layout.policy.shards_parameters:
-        usable = int(usable * CAREFUL / USABLE)
-    return with_largest_micro_batch(model, vocab, layout, recipe.optim.kind, usable) or layout
-
-
-def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> int:
-    """The host memory in GB that `per_host` of `world` ranks need; 0: the model is unreadable here.
-
-    It is a base for each rank, the plan's host memory (all of the training on a CPU, the offloaded
-    part on a GPU), and twice the host's part of a checkpoint, for the copy of a save and for
-    loading.
-    """
-    vocab = recipe_vocab(recipe) or LARGE_VOCAB
-    inputs = PlanInputs(recipe, world, Device("", "cpu" if on_cpu else "cuda", None), "", vocab)
-    if recipe.model.kind == "hf":
-        inputs = with_sizes(inputs)
-    if (on_disk := inputs.size.checkpoint_bytes) is None:
-        return 0
-    layout = layout_of(recipe, world, inputs.device.kind)
-    peak = memory(inputs.counted or recipe.model, vocab, layout, recipe.optim.kind)
-    in_use = peak.host + (peak.total if on_cpu else 0)
-    part = min(1.0, per_host / layout.shard)
-    base = CPU_RANK_GB if on_cpu else GPU_RANK_GB
-    return math.ceil(per_host * (base + in_use / 1e9) + 2 * part * on_disk / 1e9)

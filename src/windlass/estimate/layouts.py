@@ -1,6 +1,4 @@
-"""The layouts that a number of ranks allows: which fit on a device, how fast they are, and the
-settings with which a recipe fits.
-"""
+"""The layouts that a number of ranks allows: which fit on a device, and how fast they are."""
 
 from __future__ import annotations
 
@@ -10,13 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from windlass.errors import UserError, plural
-from windlass.estimate.devices import USABLE
-from windlass.estimate.inputs import PlanInputs, with_largest_micro_batch, with_sizes
+from windlass.estimate.inputs import PlanInputs
 from windlass.estimate.memory import Memory, Network, memory
+from windlass.estimate.micro_batch import with_largest_micro_batch, with_micro_batches
 from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import slowest
 from windlass.model.size import CountedSizes
-from windlass.recipe import Recipe, typed
+from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -87,6 +85,13 @@ def settings_of(layout: Layout) -> Settings:
     }
 
 
+def changed_settings(layout: Layout, recipe: Recipe) -> Settings:
+    """The settings with which the recipe has this layout, without those that it has already."""
+    before = recipe.flat()
+    before["parallel.strategy"] = recipe.strategy(layout.world).name
+    return {key: value for key, value in settings_of(layout).items() if before[key] != value}
+
+
 def memory_rows(
     model: Network, vocab: int, optimizer: str, base: Layout, usable: int | None
 ) -> list[MemoryRow]:
@@ -136,9 +141,7 @@ def layouts(inputs: PlanInputs) -> Iterator[Layout]:
             continue
         base = replace(base, workspace=inputs.device.workspace_bytes)
         groups = 0 if host % (tensor * context) else host // (tensor * context)
-        sizes = [n for n in range(1, base.share // pipeline + 1) if base.share % n == 0]
-        for size in [base.micro_batch] if recipe.train.micro_batch else sizes:
-            of_size = replace(base, micro_batch=size, accumulation=base.share // size)
+        for of_size in [base] if recipe.train.micro_batch else with_micro_batches(base):
             for layout in variants(of_size, groups=groups):
                 if not layout.policy.grouped or 1 < layout.shard // context < layout.data_world:
                     yield layout
@@ -166,138 +169,17 @@ def layout_rows(inputs: PlanInputs) -> tuple[list[LayoutRow], str]:
         cost = CHECKPOINTING.index(layout.checkpointing), [*STRATEGIES].index(layout.strategy)
         timed.append(((duration, parts, cost, -layout.micro_batch), layout, step))
     timed.sort(key=lambda one: one[0])
-    before, rows = recipe.flat(), dict[tuple[int, ...], LayoutRow]()
-    if before["parallel.strategy"] == "auto":
-        before["parallel.strategy"] = "ddp"
+    rows = dict[tuple[int, ...], LayoutRow]()
     for _, layout, step in timed:
         division = layout.tensor, layout.context, layout.pipeline
         if division in rows:
             continue
         peak = memory(recipe.model, vocab, layout, kind)
         if peak.total <= usable:
-            changes = {k: v for k, v in settings_of(layout).items() if before[k] != v}
+            changes = changed_settings(layout, recipe)
             rows[division] = LayoutRow(layout, peak, step.total, changes)
         if len(rows) == ROWS:
             break
     ranks = plural(inputs.world, "rank")
     why = f"no layout of {ranks} fits: see the memory above, or change ranks or train.global_batch"
     return list(rows.values()), "" if rows else why
-
-
-def recommend(rows: Sequence[MemoryRow], inputs: PlanInputs) -> tuple[Settings, str]:
-    """The settings of the cheapest layout that fits, and the reason; empty if nothing is known."""
-    usable, micro_batch = inputs.device.usable_bytes, inputs.recipe.train.micro_batch
-    if usable is None:
-        return {}, "the device's memory is unknown: give --memory GB"
-    if rows[0].largest_micro_batch is None:  # the activations are unknown
-        return {}, ""
-    with_own = [row for row in rows if row.fits and micro_batch]
-    fitting = with_own + [row for row in rows if row.largest_micro_batch]
-    if not fitting:
-        return advise(PlannedMemory(inputs), usable)
-    size = micro_batch if with_own else fitting[0].largest_micro_batch or 0
-    layout = replace(fitting[0].layout, micro_batch=size)
-    given = ("parallel.tensor", "parallel.context", "parallel.pipeline")
-    settings = {k: v for k, v in settings_of(layout).items() if v and k not in given}
-    reason = "the cheapest that fits"
-    if layout.offload:
-        reason += f"; {fitting[0].memory.host / 1e9:.3g} GB of the host's memory"
-    return settings, reason
-
-
-class PlannedMemory:
-    """The memory of the fullest rank with changed settings; models are counted once."""
-
-    def __init__(self, inputs: PlanInputs):
-        # By the settings of `network` and the micro-batch; 0: of any micro-batch.
-        self.inputs, self.counted = inputs, {(self.network(inputs.recipe), 0): inputs.counted}
-
-    @staticmethod
-    def network(recipe: Recipe) -> str:
-        """The settings that determine a model's weights and activations."""
-        return f"{recipe.model!r} {recipe.parallel.activation_checkpointing} {recipe.train.master}"
-
-    def of(self, settings: Settings) -> Memory | None:
-        """The fullest rank's memory; None if these settings are not valid, or it is unknown."""
-        try:
-            recipe = self.inputs.recipe.replace(settings)
-            recipe.batch(self.inputs.world, self.inputs.device.kind)
-            inputs = replace(self.inputs, recipe=recipe)
-            network, micro_batch = self.network(recipe), recipe.train.micro_batch
-            measured = (network, 0 if (network, 0) in self.counted else micro_batch)
-            if measured not in self.counted:
-                sized = with_sizes(inputs, activations=True, several=not micro_batch)
-                self.counted[measured] = sized.counted
-        except UserError:
-            return None
-        counted = self.counted[measured]
-        inputs = replace(inputs, counted=counted)
-        if (not counted and recipe.model.kind == "hf") or (counted and not counted.peaks):
-            return None  # it cannot be built, or its activations could not be measured
-        vocab = inputs.size.vocab or 0
-        return memory(counted or recipe.model, vocab, inputs.layout, recipe.optim.kind)
-
-
-def advise(planned: PlannedMemory, usable: int) -> tuple[Settings, str]:
-    """Changes with which a recipe fits into `usable` bytes, and the memory of a rank then.
-
-    Each change stays that lowers the memory, until the recipe fits; then the unnecessary ones go.
-    """
-    inputs, recipe = planned.inputs, planned.inputs.recipe
-    settings: Settings = {}
-    least = planned.of(settings)
-    changes = savings(recipe, inputs.world, inputs.device.kind == "cuda", inputs.counted)
-    smallest: Settings = {"train.micro_batch": recipe.parallel.pipeline}
-    for change in (smallest, *changes):
-        peak = planned.of(settings | change)
-        if peak is not None and (least is None or peak.total < least.total):
-            least, settings = peak, settings | change
-        if least is not None and least.total <= usable:
-            break
-    if least is None:
-        return {}, ""
-    if least.total > usable:
-        changed = f" with {pasted(settings)}" if settings else ""
-        problem = f"nothing fits: the least is {least.total / 1e9:.3g} GB{changed}"
-        device = f"a device with more than {least.total / USABLE / 1e9:.3g} GB"
-        return {}, f"{problem}; use {device}, or more ranks with parallel.strategy=full_shard"
-    for key in list(settings):
-        fewer = {other: value for other, value in settings.items() if other != key}
-        peak = planned.of(fewer)
-        if peak is not None and peak.total <= usable:
-            least, settings = peak, fewer
-    size = f"{least.total / 1e9:.3g} GB"
-    host = f" and {least.host / 1e9:.3g} GB of the host's memory" if least.host else ""
-    return settings, f"nothing fits as it is; with these a rank takes {size}{host}"
-
-
-def savings(
-    recipe: Recipe, world: int, on_gpu: bool, sizes: CountedSizes | None = None
-) -> Iterator[Settings]:
-    """The changes of a recipe that may lower a rank's memory, the cheapest one first."""
-    parallel, model, train, optim = recipe.parallel, recipe.model, recipe.train, recipe.optim
-    if parallel.activation_checkpointing != "full":
-        yield {"parallel.activation_checkpointing": "full"}
-    replicas = recipe.sizes(world).data_world * parallel.context
-    if replicas > 1 and not recipe.strategy(world).shards_parameters:
-        yield {"parallel.strategy": "full_shard"}
-    total, trained = (sizes.total, sizes.trained) if sizes else (1, 1)
-    if sizes and model.kind == "hf" and total > trained and not sizes.in_bf16:
-        yield {"model.frozen_precision": "bf16"}
-    if model.lora.rank and model.lora.base != "4bit":
-        yield {"model.lora.base": "4bit"}
-    trains_most = 2 * trained > total
-    if trains_most and optim.kind == "adamw" and parallel.tensor == 1:
-        yield {"optim.kind": "adamw8bit"}
-    low = train.precision == "bf16" or (train.precision == "auto" and on_gpu)
-    if trains_most and low and train.master == "fp32":
-        yield {"train.master": "bf16"}
-    if on_gpu and not parallel.offload:
-        yield {"parallel.strategy": "full_shard", "parallel.offload": True}
-    if trains_most and model.kind == "hf" and not model.from_scratch:
-        yield {"model.lora.rank": 16}
-        yield {"model.lora.rank": 16, "model.lora.base": "4bit"}
-
-
-def pasted(settings: Settings) -> str:
-    return " ".join(f"{key}={typed(value)}" for key, value in settings.items())

@@ -14,6 +14,7 @@ from statistics import mean, median
 from typing import Any
 
 from windlass.errors import UserError, argument
+from windlass.estimate.advice import recommend
 from windlass.estimate.calendar import (
     CHECKPOINT,
     EVALUATION,
@@ -32,7 +33,6 @@ from windlass.estimate.layouts import (
     Settings,
     layout_rows,
     memory_rows,
-    recommend,
 )
 from windlass.estimate.memory import memory
 from windlass.estimate.step import constants, slowest
@@ -277,9 +277,10 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
         costs[EVALUATION] = median(evaluations[step] for step in sorted(evaluations)[1:])
     saves = sum(x["kind"] == "event" and x.get("event") == "checkpoint" for x in ledger)
     samples = len({x["step"] for x in ledger if x["kind"] == "sample"})
-    seconds = [x["seconds"] for x in ledger if isinstance(x.get("seconds"), dict)]
+    timed = (x for x in ledger if isinstance(x.get("seconds"), dict))
+    seconds = {x.get("attempt", 0): x["seconds"] for x in timed}  # at the end of each start
     for what, phase, number in ((CHECKPOINT, "save", saves), (SAMPLE, "sample", samples)):
-        spent = max((s.get(phase, 0.0) for s in seconds), default=0.0)
+        spent = sum(s.get(phase, 0.0) for s in seconds.values())
         if number and spent:
             costs[what] = spent / number
     return Speed(speed, world, "measured", detail, costs, device)
@@ -337,7 +338,6 @@ def predicted_speed(inputs: PlanInputs) -> tuple[Speed | None, str]:
     except UserError as error:
         return None, str(error)
     tokens = min(row, inputs.tokens_per_sample or row)
-    samples = layout.micro_batch * layout.accumulation * layout.data_world
     detail = f"predicted for {device.name}, {'compiled' if layout.compile else 'not compiled'}"
     if step.bubble:
         detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
@@ -354,5 +354,5 @@ def predicted_speed(inputs: PlanInputs) -> tuple[Speed | None, str]:
     else:
         detail += "; its error is unknown, because published runs are in bf16, "
         detail += f"{NARROWEST} or more wide, on {', '.join(ranges)}"
-    rate = samples * tokens / step.total
+    rate = layout.samples * layout.data_world * tokens / step.total
     return Speed(rate, inputs.world, "predicted", detail, {}, device.name, reached), ""

@@ -53,7 +53,6 @@ class Layout:
     context: int = 1
     pipeline: int = 1
     average: bool = False  # `train.average`
-    share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
     compile: bool = False
     master: int = 4  # bytes by `train.master`; see `weight_bytes`
     program: Program = Program()
@@ -61,6 +60,11 @@ class Layout:
     @property
     def policy(self) -> Strategy:
         return STRATEGIES[self.strategy]
+
+    @property
+    def samples(self) -> int:
+        """Samples of a rank in a step."""
+        return self.micro_batch * self.accumulation
 
     @property
     def weight_bytes(self) -> int:
@@ -122,7 +126,6 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         device=device,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
-        share=batch.share,
         reduce_each=p.reduce_each_micro_batch,
         tensor=p.tensor,
         context=p.context,

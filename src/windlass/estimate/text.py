@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.describe import mixture_table, repeated
 from windlass.errors import plural
+from windlass.estimate.advice import pasted
 from windlass.estimate.inputs import NETWORK
-from windlass.estimate.layouts import pasted
 from windlass.estimate.memory import PARTS
 from windlass.model.size import describe_network, trainable
 from windlass.telemetry.measures import duration, short
@@ -102,9 +102,8 @@ def _print_memory(plan: Any, console: Console) -> None:
         cells.append((*place, *parts.values(), fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
     if ours or measured:
-        most = f"{first.share or first.micro_batch * first.accumulation:,}"
-        samples = f"{most}, the sequences of a rank in a step"
-        notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
+        most = f"at most {first.samples:,}, the sequences of a rank in a step"
+        notes.append(f"max: the largest micro-batch that fits; {most}.")
     else:
         why = plan.unknown.get("activations", "")
         notes.append(f"The activations of this model are unknown: {why}")

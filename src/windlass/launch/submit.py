@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from windlass.errors import RunFailed, UserError
-from windlass.estimate.inputs import host_memory_gb
+from windlass.estimate.advice import host_memory_gb
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.job import INDEX, TIME, Job, Site, read_site, seconds_of, site_file, stop_lead
 from windlass.launch.schedulers import SCHEDULERS

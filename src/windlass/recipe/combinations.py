@@ -16,7 +16,9 @@ Problems = Iterator[tuple[str, str]]  # keys and messages
 def model(r: Any) -> Problems:
     m = r.model
     if given := [key for key in m.unused if key in m.model_fields_set]:
-        problem = 'it needs model.kind = "hf": write that too, or drop it (run.name names the run)'
+        problem = 'it needs model.kind = "hf": write that too, or drop it'
+        if "name" in given:
+            problem += " (run.name names the run)"
         if m.kind == "hf":
             problem = "config.json of the model decides instead of it: drop it"
         yield ", ".join(f"model.{key}" for key in given), problem

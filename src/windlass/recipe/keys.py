@@ -19,6 +19,8 @@ from pydantic import BaseModel, Field, TypeAdapter
 from windlass.recipe.layers import flatten
 
 ALIKE = 0.75  # least `SequenceMatcher.ratio` of two names; `lrr` and `lr` have 0.8
+# pydantic's errors that say little without the setting's description
+UNCLEAR = ("string_pattern_mismatch", "tuple_type", "missing", "dict_type")
 # limits of a number in a JSON schema
 BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
@@ -97,16 +99,17 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
         elif not key:
             inside = ", ".join(k for k in fields if k.startswith(f"{whole}."))
             problems[whole] = f"this is a section; its settings are {inside}"
-        elif error["type"] == "string_pattern_mismatch":  # alone it explains little
+        elif error["type"] in UNCLEAR:
             description = " ".join(known[without_index(key)].description.split())
-            form = error["ctx"]["pattern"]
+            form = error.get("ctx", {}).get("pattern") or values(known[without_index(key)])
             problems[key] = f"{json.dumps(value)} does not match {form}: {description}"
         else:
             is_ours = error["type"] == "value_error"
             text = str(error["ctx"]["error"]) if is_ours else error["msg"]
             given = f", not {json.dumps(value, default=str)}"
             earlier = problems.get(key, "").removesuffix(given)
-            problems[key] = "; ".join(filter(None, [earlier, text])) + given
+            text = "; ".join(filter(None, [earlier, text]))
+            problems[key] = text if text.endswith("?") else text + given  # a question has a name
     return list(problems.items())
 
 

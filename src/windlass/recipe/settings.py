@@ -97,6 +97,8 @@ class TrainSettings(Section):
     @field_validator("steps", mode="before")
     @classmethod
     def _steps(cls, value: object) -> object:
+        if isinstance(value, float) and value.is_integer():  # 1e4
+            value = int(value)
         is_length = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not is_length and value != "compute-optimal" and not EPOCHS.fullmatch(str(value)):
             raise ValueError('it takes steps (4576), epochs ("1 epoch") or "compute-optimal"')
@@ -132,7 +134,7 @@ class OptimSettings(Section):
     lr: float = Field(1e-3, gt=0)
     """Peak learning rate; by default 5e-5 for an `hf` model's weights, 2e-4 for its adapters."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moment."""
+    """Decay rates of AdamW's first and second moment, as `optim.betas=[0.9,0.95]`."""
     eps: float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
     weight_decay: float = Field(0.1, ge=0)

@@ -61,7 +61,7 @@ class Console:
             for number, line in enumerate(fact.split("\n") if fact else ()):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
                 self._print(f"{'' if number else name:<{width}}{line}", style, indent=" " * width)
-        self._step = first_step
+        self._step, self._drawn = first_step, time.monotonic()
         legend = f"{'legend':<{width}}{LEGEND}"
         if self._terminal is None:
             self._print(legend)
@@ -107,14 +107,13 @@ class Console:
                 self._print(f"at {self._step}/{self.steps} | {self._doing}")
 
     def step(self, line: Line) -> None:
-        # The estimate of the time left counts from the first logged step, with evaluations and
-        # saves; imports, compiling and the evaluation at step 0 do not come again.
+        # The time left counts from the first logged step, with evaluations and saves, because
+        # imports, compiling and the evaluation at step 0 do not come again.
         self._step = line["step"]
         self._first = self._first or (time.monotonic(), self._step)
-        done = self._step - self._first[1]
-        since = time.monotonic() - self._first[0]
-        seconds_per_step = since / done if done else line["step_ms"] / 1e3
-        values = line | {"left_s": (self.steps - self._step) * seconds_per_step}
+        since, values = time.monotonic() - self._first[0], dict(line)
+        if done := self._step - self._first[1]:
+            values["left_s"] = (self.steps - self._step) * since / done
         if "tokens_per_s" in line:
             values["mtps"] = line["tokens_per_s"] / 1e6
         shown = [m for m in TRAIN.values() if m.console and m.name in values]

@@ -94,13 +94,10 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
 
 def evaluation_speed(ledger: Iterable[Line]) -> float | None:
     """Samples a second of all evaluations of the loss."""
-    seconds = samples = 0.0
-    for line in ledger:
-        if line["kind"] == "eval" and line.get("suite", LOSS) == LOSS and line.get("runtime_s"):
-            seconds += line["runtime_s"]
-            samples += max(line.get("samples", 0), line.get("full_samples", 0))
-            samples += line.get("train_samples", 0)
-    return samples / seconds if seconds and samples else None
+    losses = [x for x in ledger if x["kind"] == "eval" and x.get("suite", LOSS) == LOSS]
+    timed = [(x["samples_per_s"], x["runtime_s"]) for x in losses if x.get("samples_per_s")]
+    seconds = sum(runtime_s for _, runtime_s in timed)
+    return sum(rate * runtime_s for rate, runtime_s in timed) / seconds if seconds else None
 
 
 def averages(ledger: Sequence[Line]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from windlass.errors import OutOfMemory, UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.devices import USABLE, Device, peak_flops
-from windlass.estimate.inputs import layout_on
+from windlass.estimate.micro_batch import layout_on
 from windlass.evaluation.suites import Suites
 from windlass.fileio import read_json
 from windlass.ledger import STARTS

@@ -232,7 +232,9 @@ class Recorder:
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         losses = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]
         per_epoch = state.step * self.horizon.samples_per_epoch / state.samples or None
-        whole_run = state.samples / (seconds["total"] - seconds["startup"])
+        # A branch begins with the samples of another run.
+        samples = state.samples - lines[0]["step"] * self.horizon.samples_per_step
+        whole_run = samples / (seconds["total"] - seconds["startup"])
         line: dict[str, Any] = {
             "steps": self.horizon.steps,
             **self.totals(),
