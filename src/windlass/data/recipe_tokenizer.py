@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -157,45 +158,47 @@ def _training_texts(
 ) -> Iterator[str]:
     """The training texts among the first documents of each source, in parts; without those of
     `val` and those that are held out, a fraction of each source."""
-    validated = set[int]()
-    for source in val:
-        validated.update(first_documents(source, BPE_CHARACTERS)[0].tolist())
+    validated = {group for source in val for group, _, _ in _documents(source, 0)}
+    first, rooms = list[list[tuple[int, int, list[str]]]](), list[list[int]]()
     for source, fraction in zip(train, fractions, strict=True):
-        groups, sizes, documents = first_documents(source, BPE_CHARACTERS // len(train))
+        first.append(_first_documents(source, BPE_CHARACTERS // len(train)))
+        groups = np.array([group for group, _, _ in first[-1]], np.uint64)
+        sizes = np.array([size for _, size, _ in first[-1]], np.int64)
         whole, cuts = held_out(groups, sizes, fraction, are_examples=source.spec.format != "text")
-        rooms = np.where(cuts < 0, sizes, cuts) * ~whole
-        for group, room, texts in zip(groups.tolist(), rooms.tolist(), documents, strict=True):
-            done = room if group in validated else 0
-            for text in texts:
-                yield text[: max(0, room - done)]
-                done += len(text)
+        validated.update(groups[whole].tolist())
+        rooms.append(np.where(cuts < 0, sizes, cuts).tolist())
+    for (group, _, texts), room in zip(chain(*first), chain(*rooms), strict=True):
+        done = room if group in validated else 0
+        for text in texts:
+            yield text[: max(0, room - done)]
+            done += len(text)
 
 
-def first_documents(
-    source: Source, characters: int
-) -> tuple[np.ndarray, np.ndarray, list[list[str]]]:
-    """The first documents of a source that have `characters`, of at least FEW groups: their groups
-    (hashes that decide whether they are held out), their characters, and their texts in parts, as
-    far as the limit."""
-    groups, sizes, documents = list[int](), list[int](), list[list[str]]()
-    distinct, texts = set[int](), list[str]()
-    before = size = 0
+def _first_documents(source: Source, characters: int) -> list[tuple[int, int, list[str]]]:
+    """The first `_documents` that have `characters`, of at least FEW groups."""
+    documents, size = list[tuple[int, int, list[str]]](), 0
+    for document in _documents(source, characters):
+        documents.append(document)
+        size += document[1]
+        if size >= characters and len({group for group, _, _ in documents}) >= FEW:
+            break
+    return documents
+
+
+def _documents(source: Source, characters: int) -> Iterator[tuple[int, int, list[str]]]:
+    """Each document as far as a limit: its group (the hash that decides whether it is held out),
+    its characters, and its texts in parts, without what follows the first `characters`."""
+    before, size, texts = 0, 0, list[str]()
     for job in jobs_of(source):
         for text in texts_of(job.item, source.spec):
             texts.append(text[: max(0, characters - before - size)])
             size += len(text)
-        if job.item.more or not size:
-            continue
-        is_text = source.spec.format == "text"
-        groups.append(job.digest if is_text else example_of(job.item, source.spec).group)
-        sizes.append(size)
-        documents.append(texts)
-        distinct.add(groups[-1])
-        before += size
-        if before >= characters and len(distinct) >= FEW:
-            break
-        size, texts = 0, []
-    return np.array(groups, np.uint64), np.array(sizes, np.int64), documents
+        if size and not job.item.more:
+            is_text = source.spec.format == "text"
+            yield job.digest if is_text else example_of(job.item, source.spec).group, size, texts
+            before, size, texts = before + size, 0, []
+            if source.spec.is_val and 0 < source.spec.limit <= before:
+                return
 
 
 def texts_of(item: Item, spec: SourceSpec) -> list[str]:
