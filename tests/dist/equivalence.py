@@ -18,7 +18,6 @@ from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.sharding import cut_of, unwrap
 from windlass.optim.schedule import lr_multiplier
-from windlass.parallel import collectives
 from windlass.parallel.parallelize import parallelize
 from windlass.recipe import Horizon, Recipe, dotted
 
@@ -127,7 +126,7 @@ def train(ranks, recipe, trainer, steps=range(STEPS), divisor: float = 1.0):
         micro_batches = dataclasses.replace(micro_batches, valid_tokens=valid)
         multiplier = lr_multiplier(recipe.optim.schedule, horizon, number)
         result = trainer.step(micro_batches, multiplier)
-        losses.append(float(collectives.sum_over_ranks(result.loss, ranks.mesh)))
+        losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
     loader.close()
     return losses, norms

@@ -17,7 +17,7 @@ import torch._dynamo  # DDP imports it: once here, before the forks, instead of 
 import torch.distributed as dist
 
 from windlass import train
-from windlass.parallel.collectives import norm_and_sum
+from windlass.parallel.collectives import norm_and_loss
 from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import Ranks, init_ranks
 from windlass.recipe import Recipe
@@ -48,7 +48,7 @@ def recipe(**overrides: Any) -> Recipe:
 
 def grad_norm(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> torch.Tensor:
     """The 2-norm of the whole gradient."""
-    return norm_and_sum(parameters, torch.zeros(()), ranks.mesh)[0]
+    return norm_and_loss(parameters, torch.zeros(()), ranks.mesh)[0]
 
 
 def tcp_store(env: DistEnv, listening: socket.socket) -> dist.TCPStore:

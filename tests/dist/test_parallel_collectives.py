@@ -15,9 +15,8 @@ from windlass.errors import RunFailed, UserError
 from windlass.model.sharding import unwrap
 from windlass.parallel.collectives import (
     max_async,
-    norm_and_sum,
+    norm_and_loss,
     sum_async,
-    sum_over_ranks,
 )
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import resolve_precision
@@ -45,9 +44,8 @@ def exchange(join: Join) -> dict[str, Any]:
             "ints": first.wait(),
             "again": first.wait(),
             "floats": second.wait(),
-            "tensor": sum_over_ranks(torch.full((2,), 1.5, dtype=torch.float64), ranks.mesh),
             "flags": flags.wait(),
-            "norm": norm_and_sum([ones_on(ranks.rank)], torch.tensor(ranks.rank), ranks.mesh),
+            "norm": norm_and_loss([ones_on(ranks.rank)], torch.tensor(ranks.rank), ranks.mesh),
             "gathered": [ranks.all_gather_object("x", n * ranks.rank) for n in (1, 10)],
             "broadcast": [ranks.broadcast_object("y", {"from": [n, ranks.rank]}) for n in (1, 2)],
         }
@@ -59,7 +57,6 @@ def test_what_ranks_tell_each_other(world: int):
         ints = [world * 2**53 + sum(range(world)), world]  # exact beyond float64
         assert seen["ints"] == seen["again"] == ints
         assert seen["floats"] == pytest.approx([0.1 * sum(range(1, world + 1))])
-        assert seen["tensor"].tolist() == [1.5 * world] * 2
         assert [float(x) for x in seen["norm"]] == ([math.inf, 3.0] if world == 3 else [2.0, 0.0])
         assert seen["flags"] == [world > 1, world - 1]  # the largest, on every rank
         assert seen["gathered"] == [[n * rank for rank in range(world)] for n in (1, 10)]

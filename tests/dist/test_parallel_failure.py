@@ -120,6 +120,21 @@ def test_an_exception_ends_the_others_with_its_rank_step_and_phase(tmp_path: Pat
             assert f"rank {culprit} {place}: ValueError: a shape is wrong" in one.text
 
 
+def test_a_killed_rank_is_seen_last_where_it_was_and_nobody_else_is_blamed(tmp_path: Path):
+    def fn(ranks: Ranks) -> None:
+        collective(ranks)
+        ranks.mark(12, "backward")
+        time.sleep(1.5)  # a heartbeat
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sum_async([1], ranks.mesh).wait()
+
+    for one in end(fn, 3, tmp_path, parallel__heartbeat_seconds=1)[::2]:
+        assert one.code == 1 and "it lost the others" in one.text
+        assert f"rank 1 on {HOST} at step 12, phase backward: for" in one.text
+        assert "the first failure was" not in one.text
+
+
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_failure_before_the_groups_are_joined_ends_the_others(tmp_path: Path, culprit: int):
     """Whether they wait for an answer over the store, or already for the process group."""

@@ -86,7 +86,7 @@ def low_precision(join: Join) -> dict[tuple[str, str], Any]:
                 kinds = {tensor.dtype for tensor in [*model.parameters(), *gradients]}
                 grads = torch.cat([gathered(grad).flatten() for grad in gradients])
                 results[precision, strategy] = (
-                    float(collectives.sum_over_ranks(loss, ranks.mesh)),
+                    float(collectives.norm_and_loss([], loss, ranks.mesh)[1]),
                     grads,
                     kinds,
                 )

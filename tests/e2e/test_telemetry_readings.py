@@ -2,9 +2,11 @@
 speeds, epochs.
 """
 
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from small_runs import corpus, curve, recipe_of, settings, start, stopped, untouched  # noqa: F401 - a fixture
@@ -111,3 +113,11 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}
     losses = [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)]
     assert losses == [None, by_epoch[6], by_epoch[12], None]
+
+
+def test_a_training_in_a_notebook_counts_its_own_time_alone(corpus, tmp_path):
+    """The process may be days old, and may have trained before."""
+    began = time.time()
+    run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 2}))
+    assert began - psutil.Process().create_time() > 1
+    assert 0 < run.summary["wall_time"]["total"] < time.time() - began

@@ -19,6 +19,7 @@ from windlass.model.build import build_model
 from windlass.model.gpt import GPT, Block, initialise
 from windlass.optim import build
 from windlass.run import Run
+from windlass.training import rank
 
 
 def sizes(run: Run, *events: str) -> list[int]:
@@ -95,6 +96,33 @@ def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memor
         train(recipe_of(corpus, tmp_path / "none"))
 
 
+def test_memory_that_an_evaluation_lacks_halves_the_micro_batch(corpus, tmp_path, monkeypatch):
+    forward = GPT.forward
+
+    def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if not self.training and len(tokens) > 4:
+            torch.empty(2**58)
+        return forward(self, tokens, *rest, **more)
+
+    monkeypatch.setattr(GPT, "forward", limited)
+    run = train(recipe_of(corpus, tmp_path / "run"))
+    assert run.state == "finished" and sizes(run, "out_of_memory") == [4]
+    assert "step 1 (evaluation)" in next(e["reason"] for e in run.events if e["event"] == "failed")
+
+
+def test_a_model_that_does_not_fit_is_one_message(corpus, tmp_path, monkeypatch):
+    """cuBLAS and torch's allocator for a CPU have other errors than torch's allocator for CUDA."""
+    failed = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    for error in (exhausted(), RuntimeError(failed)):
+
+        def build_optimizer(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(rank, "build_optimizer", build_optimizer)
+        with refused("before the first step", "parallel.strategy=full_shard", error=RunFailed):
+            train(recipe_of(corpus, tmp_path / "run"))
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("strategy", "tensor", "calls"),
@@ -112,7 +140,7 @@ def test_every_layout_starts_again_with_smaller_micro_batches(
     more |= {"train.threads": 1, "model.dropout": 0, "train.global_batch": 16 // tensor}
     recipe, count = recipe_of(corpus, tmp_path / "run", strategy=strategy, **more), []
 
-    def rank() -> None:
+    def one_rank() -> None:
         forward = Block.forward
 
         def limited(self, x, *rest, **how):
@@ -125,7 +153,7 @@ def test_every_layout_starts_again_with_smaller_micro_batches(
         Block.forward = limited
         train(recipe)
 
-    assert launch([rank], 2) == 0
+    assert launch([one_rank], 2) == 0
     run = Run(tmp_path / "run")
     assert (sizes(run, *STARTS), sizes(run, "out_of_memory")) == ([8, 4], [4])
     assert run.state == "finished" and run.summary["steps"] == 6

@@ -21,7 +21,7 @@ from windlass.evaluation.passes import Passes
 from windlass.model.attention import documents_of
 from windlass.model.loss import SourceSums, takes_sources
 from windlass.model.modes import casting_once, evaluating, scalar_loss
-from windlass.parallel.collectives import sum_async, sum_over_stages
+from windlass.parallel.collectives import sum_async
 from windlass.recipe.settings import IGNORE_INDEX
 
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
@@ -75,7 +75,8 @@ def evaluate_loss(
                 passes.show(done, ends[-1])
             # The ranks of `cp` have the same rows; each has the loss of its own tokens.
             counts = [mesh.counts_rows * float(number) for number in (tokens, text_bytes)]
-            own_sums = sum_over_stages(by_source.clone(), ranks.mesh).flatten().tolist()
+            # Only the last stage of a pipeline has losses by source.
+            own_sums = (mesh.sizes.pp * by_source).flatten().tolist()
             sums = sum_async([float(total), *counts, *own_sums], ranks.mesh).wait()
             results.append(loss_scores(end, sums, names))
     # `full_loss`, and `source.web.full_loss`

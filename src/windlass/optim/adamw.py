@@ -33,7 +33,9 @@ def places(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The place in a whole tensor of each of this rank's rows, and of each column in its row, as
     int64 on the tensor's device. Further dimensions count as columns."""
     shape, cut = whole_shape(tensor) or torch.Size([1]), cut_of(tensor)
-    rows, columns = torch.arange(shape[0]), torch.arange(shape[1:].numel())
+    device = local_part(tensor).device  # not copied from the host, which would wait for the device
+    rows = torch.arange(shape[0], device=device)
+    columns = torch.arange(shape[1:].numel(), device=device)
     if cut is not None and cut.dim == 0:
         rows = cut.take(rows)
     elif cut is not None:
@@ -44,8 +46,7 @@ def places(tensor: Tensor) -> tuple[Tensor, Tensor]:
                 mesh = tensor.device_mesh
                 part = rows_of_rank(len(rows), mesh.size(dim), mesh.get_local_rank(dim))
                 rows = rows[part.start : part.stop]
-    rows, device = rows * shape[1:].numel(), local_part(tensor).device
-    return rows.to(device, non_blocking=True), columns.to(device, non_blocking=True)
+    return rows * shape[1:].numel(), columns
 
 
 def rounding_key(group: dict[str, Any], name: str) -> str:

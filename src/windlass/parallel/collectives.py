@@ -78,27 +78,28 @@ Copy, Sum = differentiable(same, add_up), differentiable(add_up, same)
 
 
 class Pending:
-    """A reduction in progress, in int64 if all numbers are ints, else in float64."""
+    """A reduction over all ranks in progress, in int64 if all numbers are ints, else in float64."""
 
-    def __init__(self, numbers: Sequence[float], group: dist.ProcessGroup | None, op: Any):
+    def __init__(self, numbers: Sequence[float], mesh: Mesh, op: Any, copies: int = 1):
+        """`copies`: how many ranks have each number, which then counts once in a sum."""
         exact = all(isinstance(number, int) for number in numbers)
-        self._reduced: list[float] = list(map(int if exact else float, numbers))
+        self._numbers = torch.tensor(numbers, dtype=torch.int64 if exact else torch.float64)
+        self._copies = copies if mesh.all_ranks else 1
         self._work = None
-        if group:
-            dtype = torch.int64 if exact else torch.float64
-            self._numbers = torch.tensor(numbers, dtype=dtype)
-            self._work = dist.all_reduce(self._numbers, op, group, async_op=True)
+        if mesh.all_ranks:
+            self._work = dist.all_reduce(self._numbers, op, mesh.all_ranks, async_op=True)
 
     def wait(self) -> list[float]:
         if self._work is not None:
             self._work.wait()
-            self._reduced = self._numbers.tolist()
-            self._work = None
-        return self._reduced
+            self._work = None  # gloo's second wait would not end
+        numbers, copies = self._numbers.tolist(), self._copies
+        return [n // copies if isinstance(n, int) else n / copies for n in numbers]
 
 
 def sum_async(numbers: Sequence[float], mesh: Mesh) -> Pending:
-    return Pending(numbers, mesh.loss_ranks, dist.ReduceOp.SUM)
+    """Begin to add up numbers over the ranks that see different tokens; the others have equal ones."""
+    return Pending(numbers, mesh, dist.ReduceOp.SUM, mesh.sizes.tp * mesh.sizes.pp)
 
 
 def count_async(numbers: Sequence[float], mesh: Mesh) -> Pending:
@@ -108,24 +109,10 @@ def count_async(numbers: Sequence[float], mesh: Mesh) -> Pending:
 
 def max_async(flags: Sequence[int], mesh: Mesh) -> Pending:
     """Begin to take the largest of each flag over all ranks, so that they act together."""
-    return Pending(flags, mesh.all_ranks, dist.ReduceOp.MAX)
+    return Pending(flags, mesh, dist.ReduceOp.MAX)
 
 
-# -- Losses and gradients, reduced in place on their device.
-
-
-def sum_over_ranks(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """Add up a tensor over the ranks that see different tokens."""
-    on_host = tensor.device.type == "cpu"
-    if group := mesh.loss_ranks if on_host else mesh.loss_group:
-        dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-def sum_over_stages(tensor: Tensor, mesh: Mesh) -> Tensor:
-    if mesh.pp is not None:
-        dist.all_reduce(tensor, group=mesh.pp)
-    return tensor
+# -- Gradients, reduced in place on their device.
 
 
 def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -147,13 +134,13 @@ def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], mesh: Mesh) -> Non
         sum_together(grads, mesh.tp)
 
 
-def norm_and_sum(
-    parameters: Iterable[nn.Parameter], number: Tensor, mesh: Mesh
+def norm_and_loss(
+    parameters: Iterable[nn.Parameter], loss: Tensor, mesh: Mesh
 ) -> tuple[Tensor, Tensor]:
-    """The 2-norm of the whole gradient, and the sum of a scalar over all ranks, in one collective.
+    """The 2-norm of the whole gradient, and the loss over all ranks, in one collective.
 
     The norm is float32, or float64 like the model. The host does not wait. Every rank divides the
-    squares of its pieces by the number of ranks that hold them.
+    squares of its pieces by the number of ranks that hold them; ranks of `tp` have equal losses.
     """
     double = False
     kinds: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
@@ -163,7 +150,7 @@ def norm_and_sum(
             holders = mesh.sizes.world // mesh.sizes.pp // pieces
             kinds.setdefault((holders, grad.device, grad.dtype), []).append(local_part(grad))
             double = double or p.dtype == torch.float64
-    total = torch.zeros((), dtype=torch.float64, device=number.device)
+    total = torch.zeros((), dtype=torch.float64, device=loss.device)
     for (holders, device, dtype), grads in kinds.items():
         wide = torch.promote_types(dtype, torch.float32)
         # On a CPU torch's norm over 38 million float32 elements is wrong by 0.27 %, with chunks by
@@ -182,10 +169,10 @@ def norm_and_sum(
             squares = torch.cat(norms).double().square().sum()
             total += squares.to(total.device, non_blocking=True) / holders
     if mesh.all_ranks is not None:
-        both = torch.stack([total, number.double()])
+        both = torch.stack([total, loss.double() / mesh.sizes.tp])
         dist.all_reduce(both, group=mesh.all_ranks if both.is_cpu else dist.group.WORLD)
-        total, number = both
-    return total.sqrt().to(torch.float64 if double else torch.float32), number
+        total, loss = both[0], both[1].to(loss.dtype)
+    return total.sqrt().to(torch.float64 if double else torch.float32), loss
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
@@ -16,9 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from windlass.model.sharding import cut_of, is_sharded
 from windlass.recipe.strategies import DIMENSIONS, Sizes, Strategy
-
-LOSS_DIMENSIONS = ("dp_replicate", "dp_shard", "cp")
-"""Ranks that differ in these see different tokens: their losses and counts add up to the step's."""
 
 
 class Mesh:
@@ -35,9 +30,7 @@ class Mesh:
         self.counts_rows = self.at["cp"] == 0  # the ranks of `cp` have the same rows
         self.devices: DeviceMesh | None = None
         self.replicas: DeviceMesh | None = None  # with equal plain parameters; None with FSDP2
-        self.all_ranks: dist.ProcessGroup | None = None  # over gloo, for flags
-        self.loss_ranks: dist.ProcessGroup | None = None  # losses add up over gloo, on the host
-        self.loss_group: dist.ProcessGroup | None = None  # the same on the device
+        self.all_ranks: dist.ProcessGroup | None = None  # over gloo, for numbers on the host
         self.tp: dist.ProcessGroup | None = None
         self.cp: dist.ProcessGroup | None = None
         self.pp: dist.ProcessGroup | None = None
@@ -47,8 +40,7 @@ class Mesh:
         """Create the groups; every rank calls it, after the process group of all ranks exists."""
         sizes = self.sizes
         if sizes.world > 1:
-            self.all_ranks = self.loss_ranks = dist.new_group(backend="gloo", timeout=timeout)
-            self.loss_group = dist.group.WORLD
+            self.all_ranks = dist.new_group(backend="gloo", timeout=timeout)
         replicate, shard = sizes.dp_replicate, sizes.dp_shard * sizes.cp
         if not strategy.shards_parameters:
             both = replicate * shard
@@ -69,23 +61,16 @@ class Mesh:
         self.pp = pipeline.get_group() if pipeline else None
         split: Any = functools.partial(dist.new_subgroups_by_enumeration, timeout=timeout)
         if sizes.cp > 1:
-            self.cp = split(self.rows(("cp",)))[0]
+            self.cp = split(self.rows("cp"))[0]
         self.ends = self.pp
         if sizes.pp > 2:
-            self.ends = split([[row[0], row[-1]] for row in self.rows(("pp",))])[0]
-        if sizes.data_world * sizes.cp < sizes.world:
-            rows = self.rows(LOSS_DIMENSIONS)
-            self.loss_ranks = split(rows, backend="gloo")[0]
-            self.loss_group = split(rows)[0]
+            self.ends = split([[row[0], row[-1]] for row in self.rows("pp")])[0]
 
-    def rows(self, names: Sequence[str]) -> list[list[int]]:
-        """The ranks that differ only in some dimensions: one row for each place in the others."""
+    def rows(self, name: str) -> list[list[int]]:
+        """The ranks that differ only in one dimension: one row for each place in the others."""
         ranks = np.arange(self.sizes.world).reshape(astuple(self.sizes))
-        outer = [i for i, name in enumerate(DIMENSIONS) if name not in names]
-        ranks = np.moveaxis(ranks, outer, range(len(outer)))
-        count = math.prod(getattr(self.sizes, name) for name in names)
-        rows: list[list[int]] = ranks.reshape(-1, count).tolist()
-        return rows
+        rows = np.moveaxis(ranks, DIMENSIONS.index(name), -1)
+        return rows.reshape(-1, getattr(self.sizes, name)).tolist()  # type: ignore[no-any-return]
 
     def part(self, *names: str) -> DeviceMesh | None:
         """The mesh of some dimensions; None if none of them is in use."""
@@ -94,7 +79,7 @@ class Mesh:
         return self.devices[names] if self.devices is not None and names else None
 
     def groups(self) -> list[dist.ProcessGroup]:
-        groups = [dist.group.WORLD, self.all_ranks, self.loss_ranks, self.loss_group]
+        groups = [dist.group.WORLD, self.all_ranks]
         groups += self.devices.get_all_groups() if self.devices is not None else []
         groups += [self.cp, self.ends]
         return list({id(group): group for group in groups if group is not None}.values())

@@ -115,9 +115,8 @@ class Pipeline:
         forward: Callable[..., Tensor],
         backward: Callable[[Tensor, Tensor | None], None],
         sync: Callable[[bool], AbstractContextManager[None]],
-        loss: Tensor,
     ) -> None:
-        """Run a step's passes through this stage, then sum gradients and `loss` over ranks.
+        """Run a step's passes through this stage, then sum gradients over ranks.
 
         `forward(micro, hidden=...)` returns hidden states, or the loss; `backward(result, its
         gradient)` runs in `sync(whether it is the stage's last one)`.
@@ -161,7 +160,6 @@ class Pipeline:
         for works in itertools.chain.from_iterable(works for works, _ in on_the_way):
             wait(works)
         self.sum_gradients(model)
-        dist.all_reduce(loss, group=self.group)  # zero except on the last stage
 
     def empty(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

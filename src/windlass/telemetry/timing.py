@@ -83,12 +83,10 @@ def elapsed_ms(first: Any, last: Any) -> float:
 
 
 class Goodput:
-    """Wall time of one process by phase, to the nanosecond; imports count as `startup`."""
+    """Wall time of a start by phase, to the nanosecond; `began`: its beginning (Unix time)."""
 
-    def __init__(self) -> None:
-        import psutil
-
-        before = max(time.time() - psutil.Process().create_time(), 0.0)
+    def __init__(self, began: float) -> None:
+        before = max(time.time() - began, 0.0)
         self._since = time.perf_counter_ns()
         self._phase = "startup"
         self._ns = dict.fromkeys(("startup", *PHASES), 0)

@@ -7,8 +7,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from windlass.data.open import Data, own_data
 from windlass.data.prepare import prepare
@@ -98,6 +101,8 @@ def train(
         if start.finished:
             say_finished(start)
             return start.run
+        if not gc.isenabled():  # `windlass train` has turned it off: its imports count
+            start = replace(start, began=psutil.Process().create_time())
         check_start(start.recipe, env.world, own_model=model is not None)
         start.recipe.check_packages()
         user = UserCode(model, own_data(data, start.recipe), callbacks, suites or {})

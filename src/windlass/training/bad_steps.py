@@ -6,6 +6,7 @@ fused optimizers) and counts such bad steps; the host reads the counts when it l
 from __future__ import annotations
 
 import json
+import re
 from typing import NamedTuple
 
 import torch
@@ -54,16 +55,16 @@ class BadSteps:
         # skipped, and whether this rank's loss was not finite
         self._flags = list[Tensor]()
 
-    def observe(self, loss: Tensor, grad_norm: Tensor, zero: Tensor) -> Tensor:
+    def observe(self, own_loss: Tensor, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Look at a step before its update: 1.0, on the device, if the update must be skipped.
 
-        `loss` is this rank's, and may be infinite with a finite gradient. `grad_norm` and `zero`
-        are equal on all ranks, which must act alike; `zero` is NaN if a rank's loss is not finite.
+        `own_loss` is this rank's part of `loss`, which may be infinite with a finite gradient.
+        `loss` and `grad_norm` are equal on all ranks, which must act alike.
         """
-        bad = (grad_norm * 0 + zero != 0).float()
+        bad = (grad_norm * 0 + loss * 0 != 0).float()
         if self._hold_updates and self._flags:
             bad = torch.maximum(bad, self._flags[-1][0])
-        self._flags.append(torch.stack([bad, (loss.detach() * 0 != 0).float()]))
+        self._flags.append(torch.stack([bad, (own_loss * 0 != 0).float()]))
         return bad
 
     def read(self) -> Counts:
@@ -121,9 +122,16 @@ def decide_nonfinite(
     return policy, f"{where}: {problem}"
 
 
-def ran_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed. torch's allocator for a CPU raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+# In the messages of other errors than torch.OutOfMemoryError: of torch's allocator for a CPU, of the
+# driver, and of cuBLAS and cuDNN, which allocate outside of torch's allocator.
+NO_MEMORY = re.compile(r"DefaultCPUAllocator|CUDA error: out of memory|STATUS_ALLOC_FAILED")
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed on this rank."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 def out_of_memory(recorder: Recorder, batch: BatchPlan) -> RunFailed:

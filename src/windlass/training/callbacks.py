@@ -139,12 +139,9 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         self.ranks, self.state = self.recorder.ranks, self.recorder.state
-        sees_steps = any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
-        # Whether a callback of any rank overrides `on_step`, so that all ranks add up the loss
-        self.see_steps = any(self.ranks.all_gather_object("user code", sees_steps))
 
     def stepped(self, lr: float, batch: StepBatch, result: StepResult) -> None:
-        if self.see_steps:
+        if self.code.callbacks:
             event = self._event(StepEvent, lr=lr, batch=batch, _result=result)
             with self._user_code():
                 for callback in self.code.callbacks:

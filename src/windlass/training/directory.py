@@ -86,13 +86,11 @@ class RunDirectory:
         return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
 
     def begin(self, save_tokenizer: Callable[[Path], None]) -> None:
-        """Write the start of a new run or lineage; every rank calls it."""
+        """Write the start, and the tokenizer; every rank calls it."""
 
         def write() -> None:
-            start, path = self.start, self.run.path
-            goes_back = not start.restarted and start.recipe.checkpoint.resume != "latest"
-            if not start.resuming or start.extends_from or goes_back:
-                write_start(start, self.checkpoint)
+            path = self.run.path
+            write_start(self.start, self.checkpoint)
             save_tokenizer(path)
             if (path / "tokenizer").is_dir():
                 Files().sync_tree(path / "tokenizer")
@@ -100,29 +98,22 @@ class RunDirectory:
 
         self.ranks.decide("write", write)
 
-    def write_settings(self) -> None:
-        """Record the settings that a resume has changed; every rank calls it."""
-
-        def write() -> None:
-            lineage = choose.read_lineage(self.run.path) or choose.Lineage()
-            choose.record(self.run.path, lineage, self.start.recipe, Files())
-
-        self.ranks.decide("settings", write)
-
 
 def write_start(start: Start, checkpoint: Checkpoint | None, files: Files | None = None) -> None:
-    """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
-    files, run = files or Files(), start.run
-    if not start.resuming:
+    """Write the start durably: a new run's directory, a new lineage, a changed recipe."""
+    files, run, recipe = files or Files(), start.run, start.recipe
+    goes_back = not start.restarted and recipe.checkpoint.resume != "latest"
+    if not start.resuming or start.extends_from or goes_back:
         files.make_dirs(run.path)
-    path, step = (checkpoint.path, checkpoint.step) if checkpoint else (None, 0)
-    lineage = choose.lineage_at(run.path, path, step, job_id())
-    if start.resuming and not start.extends_from:
-        choose.write_lineage(run.path, lineage, files)
+        path, step = (checkpoint.path, checkpoint.step) if checkpoint else (None, 0)
+        lineage = choose.lineage_at(run.path, path, step, job_id())
+    elif start.changes:
+        lineage = choose.read_lineage(run.path) or choose.Lineage()
     else:
-        longer = {"train.steps": start.recipe.train.steps}
-        recipe = run.recipe.replace(longer) if start.resuming else start.recipe
-        choose.record(run.path, lineage, recipe, files)
+        return
+    if start.resuming and not start.changes:  # some settings of a start are not recorded
+        recipe = run.recipe.replace({"train.steps": recipe.train.steps})
+    choose.record(run.path, lineage, recipe, files)
 
 
 def compare(checkpoint: Checkpoint, meta: Mapping[str, Any]) -> list[str]:

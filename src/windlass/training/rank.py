@@ -16,7 +16,7 @@ from windlass.data.batch import unpadded_tokens
 from windlass.data.mixture import MixedSamples, Mixture, Stage, continue_stages, stages_of
 from windlass.data.open import Data, open_data
 from windlass.data.recipe_sources import data_dirs
-from windlass.errors import OutOfMemory, UserError
+from windlass.errors import OutOfMemory, RunFailed, UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.devices import USABLE, Device, peak_flops
@@ -34,7 +34,7 @@ from windlass.parallel.parallelize import attention_without_plans, resolve_preci
 from windlass.parallel.ranks import Ranks, init_store
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.telemetry.console import Console
-from windlass.training.bad_steps import SMALLER
+from windlass.training.bad_steps import SMALLER, ran_out_of_memory
 from windlass.training.callbacks import Callbacks, UserCode
 from windlass.training.directory import RunDirectory, check_shared, compare
 from windlass.training.evaluator import Evaluator, check_prompt
@@ -59,6 +59,13 @@ def train_rank(start: Start, user: UserCode, stop: StopSignals, stop_at: int) ->
             # that it began with.
             if detect_env().world > 1 or user.model is not None:
                 raise
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            problem = "memory ran out before the first step, for the model and its optimizer state"
+            advice = "divide them among more ranks (parallel.strategy=full_shard)"
+            plan = "`windlass plan` shows what each setting needs"
+            raise RunFailed(f"{problem}: {advice}; {plan}") from None
         # Here the exception is gone, which held what the step had allocated.
         gc.collect()
         torch.compiler.reset()  # else the next graph has a dynamic batch size, as no resume has it
@@ -159,6 +166,7 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
         console=console,
         stack=stack,
         attempt=directory.attempt,
+        began=start.began,
         device_name=device_name,
         peak_flops=peak_flops(device_name, network.precision, tf32=recipe.train.tf32),
         flops_per_token=network.flops_per_token,
@@ -201,8 +209,6 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
     )
     resumed_from = str(checkpoint.path) if checkpoint else ""
     report_start(trainer, start, network, data, resumed_from, warnings)
-    if start.changes:  # last, so that a start that dies before it reports them does so again
-        directory.write_settings()
     return trainer
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from windlass.data.mixture import Mixture
 from windlass.ledger import Ledger, last_start, read_lines
-from windlass.parallel.collectives import sum_over_ranks
 from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
@@ -51,14 +50,15 @@ class Recorder:
     console: Console
     stack: InitVar[ExitStack]  # closes what this opens
     attempt: InitVar[int]  # the number of this start
+    began: InitVar[float]  # when it began, as Unix time
     device_name: str
     peak_flops: float | None  # of the device; None: unknown
     flops_per_token: float | None
 
-    def __post_init__(self, stack: ExitStack, attempt: int) -> None:
+    def __post_init__(self, stack: ExitStack, attempt: int, began: float) -> None:
         run, ranks, state = self.run, self.ranks, self.state
         device, settings = ranks.device, self.recipe.telemetry
-        self.goodput = Goodput()
+        self.goodput = Goodput(began)
         self.timer = StepTimer(device, self.goodput)
         self.started_up = False  # whether this start has done a step
         self.padded_tokens = 0  # tokens of this start, with padding
@@ -66,7 +66,7 @@ class Recorder:
         self.reported = (state.step, state.samples, state.tokens, 0)
         self.logged = dict[str, float]()  # by callbacks, since the last `log` line
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
-        self._losses = list[Tensor]()  # this rank's parts, of the steps that nobody read
+        self._losses = list[Tensor]()  # of the steps since they were last read
         self._next_beat = 0.0  # of the monotonic clock
         seconds, steps = self.goodput.seconds, self.horizon.steps
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, lambda: {"seconds": seconds()})
@@ -117,7 +117,7 @@ class Recorder:
 
     def stepped(self, result: StepResult) -> None:
         """Report a completed step. Waits for the device only after the first step of a start."""
-        self._losses.append(result.loss.detach().to(torch.float64, copy=True))
+        self._losses.append(result.loss)
         self.padded_tokens += result.padded_tokens
         self.console.tick(self.state.step)
         if not self.started_up:
@@ -139,12 +139,11 @@ class Recorder:
 
     def read_losses(self) -> None:
         """Add the losses of the steps since the last call to the counters, in the order of the
-        steps. Waits for the device; all ranks call it."""
-        if self._losses:
-            losses = sum_over_ranks(torch.stack(self._losses), self.ranks.mesh)
-            for loss in filter(math.isfinite, losses.tolist()):
-                self.state.loss_sum += loss
-                self.state.losses += 1
+        steps. Waits for the device."""
+        losses = torch.stack(self._losses).tolist() if self._losses else []
+        for loss in filter(math.isfinite, losses):
+            self.state.loss_sum += loss
+            self.state.losses += 1
         self._losses = []
 
     def train(

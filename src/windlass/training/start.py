@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +59,7 @@ class Start:
     fresh: bool = False  # the directory is renamed first
     restarted: bool = False  # by the scheduler or launcher of the job that began the lineage
     changes: dict[str, list[Any]] = field(default_factory=dict)  # key -> [old, new], of a resume
+    began: float = field(default_factory=time.time)  # Unix time
 
     @property
     def from_checkpoint(self) -> bool:

@@ -51,7 +51,7 @@ class TrainState:
 class StepResult:
     """The numbers of a step. The tensors are on the device; nothing has waited for them."""
 
-    loss: Tensor  # scalar: this rank's part of the loss per unmasked label, until summed over ranks
+    loss: Tensor  # scalar: over all ranks, per unmasked label
     grad_norm: Tensor  # scalar: the global norm before clipping
     tokens: int  # over all ranks, without padding
     label_tokens: int  # over all ranks, unmasked
@@ -101,15 +101,14 @@ def set_divisor(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> boo
 
 
 def share_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """Give all ranks the first data rank's persistent buffers, such as statistics of BatchNorm,
+    """Give all ranks rank 0's persistent buffers, such as statistics of BatchNorm,
     which differ because the ranks see different samples. DDP does the same: a mean of counters or
     codes would not be valid. Every rank calls it after the same step."""
-    if mesh.loss_ranks is None:
+    if mesh.all_ranks is None:
         return
     for module in unwrap(model).modules():
         if isinstance(module, Linear4bit):  # its codes are weights
             continue
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                group = mesh.loss_ranks if buffer.device.type == "cpu" else mesh.loss_group
-                dist.broadcast(buffer.detach(), group=group, group_src=0)
+                dist.broadcast(buffer.detach(), src=0)

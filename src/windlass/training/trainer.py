@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,17 +50,6 @@ FAILING_SAVE_SECONDS = 5.0
 MAX_FAILED_SAVES = 3  # in a row; the run would have nothing to resume from
 
 
-class Evaluating(Protocol):
-    """What the loop needs of `Evaluator`; the suites that it measures are not part of the loop."""
-
-    @property
-    def due(self) -> bool: ...
-    @property
-    def sample_due(self) -> bool: ...
-    def measure(self) -> Mapping[str, Mapping[str, Any]] | None: ...
-    def sample(self) -> bool: ...
-
-
 @dataclass(kw_only=True)
 class Trainer:
     """A training on one rank, set up in `rank.py`. Every rank calls a method at the same step."""
@@ -80,7 +68,7 @@ class Trainer:
     callbacks: Callbacks
     recorder: Recorder
     saver: Saver
-    evaluator: Evaluating
+    evaluator: Any  # `Evaluator`, whose suites are not part of the loop
     stop: StopSignals
     stop_at: int = 0  # the step after which to stop; 0: the last
 
@@ -102,7 +90,10 @@ class Trainer:
                 self.saver.stop_run(self.stop)
             elif self.loop():
                 self.finish()
-        except BaseException as error:
+        except BaseException as raised:
+            error = raised
+            if ran_out_of_memory(raised):  # in a step or an evaluation
+                error = out_of_memory(self.recorder, self.batch)
             with contextlib.suppress(Exception):  # no collective in here; `on_save` may fail, too
                 if isinstance(error, Exception):  # a save in progress is good
                     others_live = self.ranks.world == 1 or isinstance(error, UserError)
@@ -111,6 +102,8 @@ class Trainer:
             if not isinstance(error, Stopped):
                 phase = self.ranks.status.phase
                 self.recorder.emit("failed", reason=first_line(error), phase=phase)
+            if error is not raised:
+                raise error from None
             raise
 
     def begin(self) -> None:
@@ -183,8 +176,6 @@ class Trainer:
                 share_buffers(self.model, ranks.mesh)
                 if due or not self.bad_steps.deferred:
                     self.bad_steps.decide()
-                if log_due or self.callbacks.see_steps:
-                    collectives.sum_over_ranks(result.loss, ranks.mesh)  # in place
                 lr = recipe.optim.lr * multiplier
                 self.callbacks.stepped(lr, batch, result)
                 if log_due:
@@ -201,10 +192,6 @@ class Trainer:
                 # If a signal interrupted the evaluation, the next start repeats it at this step.
                 if stopping or not complete:
                     return self.saver.stop_run(self.stop)
-        except RuntimeError as error:
-            if not ran_out_of_memory(error):
-                raise
-            raise out_of_memory(recorder, self.batch) from None
         finally:
             loader.close()
         return True
@@ -218,7 +205,7 @@ class Trainer:
         local_counts = [batch.valid_tokens, batch.unpadded_tokens, positions]
         counts = collectives.count_async(local_counts, ranks.mesh)
         dtype = torch.float64 if self.recipe.train.precision == "fp64" else torch.float32
-        loss = torch.zeros((), dtype=dtype, device=ranks.device)
+        own_loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
         has_loss = not staged or self.model.pipeline.is_last
 
@@ -234,7 +221,7 @@ class Trainer:
                 if not has_loss:  # hidden states for the next stage
                     return result  # type: ignore[no-any-return]
                 result = scalar_loss(result) / max(1, counts.wait()[0])
-            loss.add_(result.detach())
+            own_loss.add_(result.detach())
             return result if scale is None else result * scale
 
         def backward(result: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
@@ -244,7 +231,7 @@ class Trainer:
 
         sync = partial(sync_gradients, self.model, ranks.strategy)
         if isinstance(self.model, StagedGPT):
-            self.model.pipeline.train(self.model, batch.micro, forward, backward, sync, loss)
+            self.model.pipeline.train(self.model, batch.micro, forward, backward, sync)
         else:
             for micro in batch.micro:
                 with sync(micro is batch.micro[-1]):
@@ -252,20 +239,23 @@ class Trainer:
 
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
-            grad_norm = self.update(batch.step, loss, lr_multiplier)
+            loss, grad_norm = self.update(batch.step, own_loss, lr_multiplier)
         labels, tokens, padded = map(int, counts.wait())
         ranks.mark(batch.step, "step")
-        return StepResult(loss, grad_norm.detach(), tokens, labels, padded)
+        return StepResult(loss, grad_norm, tokens, labels, padded)
 
-    def update(self, step: int, loss: torch.Tensor, lr_multiplier: float) -> torch.Tensor:
-        """Clip and update, unless the step is bad; returns the gradient norm."""
+    def update(
+        self, step: int, own_loss: torch.Tensor, lr_multiplier: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip and update, unless the step is bad; returns the loss over all ranks, of which this
+        one has a part, and the gradient norm."""
         check_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale
         collectives.sum_over_tensor_ranks(self.parameters, ranks.mesh)
-        grad_norm, zero = collectives.norm_and_sum(self.owned_parameters, loss * 0, ranks.mesh)
+        grad_norm, loss = collectives.norm_and_loss(self.owned_parameters, own_loss, ranks.mesh)
         grad_norm = grad_norm if scale is None else grad_norm / scale
-        bad = self.bad_steps.observe(loss, grad_norm, zero)
+        bad = self.bad_steps.observe(own_loss, loss, grad_norm)
         if self.bad_steps.deferred:  # the device makes no update if it is 1
             self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.saver.finish_staging()
@@ -282,7 +272,7 @@ class Trainer:
             self.average.update(bad)
         self.scaler.update(bad)
         self.optimizer.zero_grad(set_to_none=True)
-        return grad_norm
+        return loss, grad_norm
 
     def next_batch(self, loader: Loader) -> StepBatch:
         """The next batch. While it is late, a single rank may stop; several wait for each other."""
