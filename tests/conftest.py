@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,22 @@ def no_watchdog_outlives_its_test() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
     if ranks := sys.modules.get("windlass.parallel.ranks"):
         atexit.unregister(ranks.exit_now)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
+    """Call `windlass WORDS` here, which ends with `code`: gives standard output and error."""
+    from windlass.cli import main
+
+    def run(*words: object, code: int = 0) -> tuple[str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        output, errors = capsys.readouterr()
+        assert (ended.value.code or 0) == code, errors
+        return output, errors
+
+    return run
 
 
 @pytest.fixture(scope="session")

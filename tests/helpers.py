@@ -118,6 +118,11 @@ def curve(run: Run | Path, *fields: str) -> list[tuple[Any, ...]]:
     return [tuple(line[name] for name in names) for line in run.lines("train")]
 
 
+def losses(run: Run | Path) -> list[float]:
+    """The loss of each `train` line of the effective ledger."""
+    return [loss for _, loss in curve(run, "loss")]
+
+
 def write_ledger(run: Run, *lines: Mapping[str, Any]) -> None:
     """Append lines to the ledger of a run that has no trainer, a second apart unless they have a
     time.
@@ -187,6 +192,14 @@ def each_step(call: Callable[[Any], object]) -> Any:
             call(now)
 
     return EachStep()
+
+
+def train_on_ranks(recipe: Recipe, world: int = 2, **how: Any) -> Run:
+    """The run of `train` on forked ranks, which share the imports of this process."""
+    from windlass import train
+
+    assert forked.launch([lambda: train(recipe, **how)], world) == 0
+    return Run(recipe.run_dir)
 
 
 def record_trainers(patch: pytest.MonkeyPatch) -> list[Any]:

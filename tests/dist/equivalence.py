@@ -14,6 +14,8 @@ from harness import run_ranks
 from bare_trainer import bare_trainer
 from rows import Rows
 from windlass.data.loader import Loader
+from windlass.evaluation.likelihood import evaluate_loss
+from windlass.evaluation.passes import Passes
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.sharding import cut_of, unwrap
@@ -64,14 +66,14 @@ def settings(
 
 
 def reference(**more):
-    """Losses, gradient norms and final parameters of a plain loop over whole batches.
+    """What `trained` returns, by a plain loop over whole batches.
 
     With muP, matrices of the blocks have other rates and decays, by the paper's table.
     """
     recipe = settings(**more)
     model = build_model(recipe, VOCAB, device="cpu").to(torch.float64)
     initialise(model, recipe.run.seed)
-    trained, groups = [], []
+    trained, groups, average = {}, [], {}
     for name, p in model.named_parameters():
         if any(fnmatch(name, pattern) for pattern in recipe.model.freeze):
             continue
@@ -80,25 +82,38 @@ def reference(**more):
         )
         decay = 0.1 * wider if p.dim() >= 2 else 0.0
         groups.append({"params": [p], "lr": 3e-3 / wider, "weight_decay": decay})
-        trained.append(p)
+        trained[name] = p
     eps = 1e-8 / (4 if recipe.model.mup_base_width else 1)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps, foreach=False, fused=False)
     rates = [group["lr"] for group in optimizer.param_groups]
     data, losses, norms = rows(), [], []
+
+    def loss_of(step: int) -> torch.Tensor:
+        batch = data.read(np.arange(step * BATCH, (step + 1) * BATCH)).map(torch.from_numpy)
+        logits = model(batch.tokens).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch.labels.flatten())
+
     for step, multiplier in enumerate([1.0, 1.0, 0.5]):
-        tokens, labels, *_ = data.read(np.arange(step * BATCH, (step + 1) * BATCH))
-        logits = model(torch.from_numpy(tokens))
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), torch.from_numpy(labels).flatten()
-        )
+        loss = loss_of(step)
         model.zero_grad()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 0.5)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 0.5)))
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * multiplier
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}
+        beta = min(recipe.train.average, (1 + step) / (10 + step)) if step else 0.0
+        for name, p in trained.items():
+            average[name] = beta * average.get(name, 0.0) + (1 - beta) * p.detach()
+    tensors = {n: p.detach().clone() for n, p in model.named_parameters()}
+    if not recipe.train.average:
+        return losses, norms, tensors
+    losses.append(float(loss_of(0).detach()))
+    with torch.no_grad():
+        for name, p in trained.items():
+            p.copy_(average[name])
+    losses.append(float(loss_of(0).detach()))
+    return losses, norms, tensors | {f"average/{name}": t for name, t in average.items()}
 
 
 def built(ranks, recipe, network=None):
@@ -133,24 +148,37 @@ def train(ranks, recipe, trainer, steps=range(STEPS), divisor: float = 1.0):
 
 
 def trained(join, recipe, divisor: float = 1.0):
-    """The outcome of all steps by the parts of `windlass train`."""
+    """Losses, gradient norms and weights after all steps by the parts of `windlass train`; with
+    `train.average` also the average and, after the losses of the steps, the losses with both.
+    """
     with join(recipe) as ranks:
         model, trainer = built(ranks, recipe)
         losses, norms = train(ranks, recipe, trainer, divisor=divisor)
-        return losses, norms, {n: gathered(p) for n, p in unwrap(model).named_parameters()}
+        averages = {f"average/{n}": gathered(t) for n, t in trainer.average.tensors.items()}
+        if averages:
+            losses.append(evaluated(model, ranks))
+            with trainer.average.in_model():
+                losses.append(evaluated(model, ranks))
+        weights = {n: gathered(p) for n, p in unwrap(model).named_parameters()}
+        return losses, norms, weights | averages
+
+
+def evaluated(model, ranks) -> float:
+    """The loss of the first step's rows."""
+    return evaluate_loss(Passes(unwrap(model), ranks), rows(), BATCH, BATCH)["loss"]
 
 
 def each(join, recipes):
     return [trained(join, recipe) for recipe in recipes]
 
 
-def check(world, recipes, wanted) -> None:
-    """Train by each recipe on `world` ranks: every rank logs what one process logs, and together
-    the ranks hold its parameters, all to 1e-9.
+def check(world, cases) -> None:
+    """Train by the recipe of each (name, recipe, wanted) on `world` ranks: every rank logs what one
+    process logs, and together the ranks hold its parameters, all to 1e-9.
     """
-    per_rank = run_ranks(each, world, recipes, timeout=240)
-    for recipe, *outcomes in zip(recipes, *per_rank, strict=True):
-        layout, held = recipe.parallel.model_dump(exclude_defaults=True), set()
+    per_rank = run_ranks(each, world, [recipe for _, recipe, _ in cases], timeout=600)
+    for (name, recipe, wanted), *outcomes in zip(cases, *per_rank, strict=True):
+        layout, held = (name, recipe.parallel.model_dump(exclude_defaults=True)), set()
         for outcome in outcomes:
             assert max(distance(outcome, wanted)) < 1e-9, layout
             assert len(outcome[2]) == len(wanted[2]) or recipe.parallel.pipeline > 1, layout

@@ -16,12 +16,10 @@ import torch
 import torch._dynamo  # DDP imports it: once here, before the forks, instead of 4 s in each of them
 import torch.distributed as dist
 
-from windlass import train
 from windlass.parallel.collectives import norm_and_loss
 from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import Ranks, init_ranks
 from windlass.recipe import Recipe
-from windlass.run import Run
 
 FORK = multiprocessing.get_context("fork")
 
@@ -101,22 +99,6 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
         for process in ranks:
             process.kill()
             process.join()
-
-
-def train_on_ranks(wanted: Recipe, world: int = 2, **how: Any) -> Run:
-    """The run of `train` on forked ranks, which find each other as under any launcher; they share
-    the imports of this process.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-
-    def rank(join: Join) -> None:
-        os.environ |= {"RANK": str(join.rank), "WORLD_SIZE": str(join.world)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        train(wanted, **how)
-
-    run_ranks(rank, world, timeout=200)
-    return Run(wanted.run_dir)
 
 
 def _rank(

@@ -14,6 +14,7 @@ from harness import Join, recipe, run_ranks
 
 from rows import Rows
 from windlass.data.items import Question
+from windlass.data.mixture import MixedSamples
 from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.evaluation import generate as generation
 from windlass.evaluation.api import precision_of
@@ -42,6 +43,9 @@ def rows(count: int) -> Rows:
     lengths = generator.integers(2, 40, count)
     examples = [(generator.integers(0, 256, n), generator.random(n) < 0.5) for n in lengths]
     return Rows(examples, pad=256)
+
+
+MIXED = MixedSamples({"a": rows(11), "b": rows(5), "c": rows(3)}, spread=True)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -98,6 +102,7 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     return {
         "loss": [evaluate_loss(passes, rows(11), 2, limit) for limit in (0, 1, 5)],
         "both": evaluate_loss(passes, rows(11), 2, 5, whole=True),
+        "mixed": evaluate_loss(passes, MIXED, 2, 8, whole=True),
         "texts": dict(zip(mine, continued, strict=True)),
         "sums": [one.sum for one in scored],
         "hellaswag": hellaswag(passes, ITEMS),
@@ -148,6 +153,8 @@ def test_all_that_is_measured_is_that_of_one_process(strategy, world, layout) ->
         assert both["loss"] == one["loss"][2]["loss"], "the bits of the bounded pass"
         assert both["full_samples"] == 11
         assert both["full_loss"] == pytest.approx(expected["loss"][0]["loss"], rel=1e-6)
+        assert one["mixed"] == pytest.approx(expected["mixed"], rel=1e-6)
+        assert {f"source.{name}.full_loss" for name in "abc"} < one["mixed"].keys()
         assert one["sums"] == pytest.approx(expected["sums"], rel=1e-5)
         assert all(one[name] == expected[name] for name in ("hellaswag", "squad", "few", "written"))
         assert one["texts"].items() <= expected["texts"].items()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from equivalence import BATCH, STEPS, built, gathered, rows, settings, train
 from harness import Join, grad_norm, recipe, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,8 +17,6 @@ from toy import micro_batch, toy
 import hf_fixtures
 from bare_trainer import bare_trainer, full_rows
 from windlass.checkpoint.state_dict import named_state
-from windlass.evaluation.likelihood import evaluate_loss
-from windlass.evaluation.passes import Passes
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.sharding import unwrap
@@ -66,47 +63,40 @@ SIZES = {"layers": 3, "heads": 2, "width": 10, "context": 4, "ff_width": 14}
 MODEL = dotted({"model": SIZES, "optim": {"kind": "muon", "weight_decay": 0.1}})
 
 
-def matrices(join: Join, r: Recipe, shared: bool, at_once: int = 1) -> dict[str, Tensor]:
+def matrices(join: Join, cells: list[tuple[str, int]]) -> list[dict[str, Tensor]]:
     """The blocks' matrices after a few updates with the same gradients on every rank."""
-    with join(r) as ranks:
-        model = parallelize(build_model(r, 7), ranks, r)
-        initialise(unwrap(model), 0)
-        replicas = ranks.mesh.replicas if shared else None
-        optimizer = build_optimizer(unwrap(model), r.optim, "cpu", replicas)
-        optimizer.at_once = at_once
-        for number in range(3):
-            update(unwrap(model), optimizer, number)
-        state = whole_state(unwrap(model), None)
-        return {n: p for n, p in state.items() if p.ndim == 2 and "blocks" in n}
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Tensor]:
-    return run_ranks(matrices, 1, recipe(**MODEL), False)[0]
+    found = []
+    for strategy, at_once in cells:
+        r = recipe(**MODEL, parallel__strategy=strategy)
+        with join(r) as ranks:
+            model = parallelize(build_model(r, 7), ranks, r)
+            initialise(unwrap(model), 0)
+            replicas = ranks.mesh.replicas if strategy == "ddp" else None
+            optimizer = build_optimizer(unwrap(model), r.optim, "cpu", replicas)
+            optimizer.at_once = at_once
+            for number in range(3):
+                update(unwrap(model), optimizer, number)
+            state = whole_state(unwrap(model), None)
+            found.append({n: p for n, p in state.items() if p.ndim == 2 and "blocks" in n})
+    return found
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "shared", "at_once"),
-    [
-        ("ddp", 2, True, 1),
-        ("full_shard", 3, False, 1),
-        ("hybrid_shard", 4, False, 1),
-        pytest.param("full_shard", 2, False, 1, marks=FULL),
-        pytest.param("ddp", 3, False, 1, marks=FULL),
-        pytest.param("shard_grad_op", 4, False, 1, marks=FULL),
-        # stacks, as a GPU makes them; 700 numbers are two matrices of a rank
-        ("ddp", 2, True, 2**20),
-        ("full_shard", 3, False, 2**20),
-        ("full_shard", 2, False, 700),
+    ("world", "cells"),
+    [  # stacks of more than one number, as a GPU makes them; 700 are two matrices of a rank
+        (2, [("ddp", 1), ("ddp", 2**20), ("full_shard", 700)]),
+        (3, [("full_shard", 1), ("full_shard", 2**20)]),
+        (4, [("hybrid_shard", 1), ("shard_grad_op", 1)]),
     ],
 )
-def test_every_strategy_makes_muons_update_of_one_process(alone, strategy, world, shared, at_once):
+def test_every_strategy_makes_muons_update_of_one_process(world, cells):
     """Bit for bit, but for the rounding of stacks."""
-    sharded = recipe(**MODEL, parallel__strategy=strategy)
-    for found in run_ranks(matrices, world, sharded, shared, at_once):
-        assert found.keys() == alone.keys() and len(found) == 12
-        for name, value in found.items():
-            torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-5 * (at_once > 1))
+    [[alone]] = run_ranks(matrices, 1, [("single", 1)])
+    for per_rank in run_ranks(matrices, world, cells):
+        for (strategy, at_once), found in zip(cells, per_rank, strict=True):
+            assert found.keys() == alone.keys() and len(found) == 12, strategy
+            for name, value in found.items():
+                torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-5 * (at_once > 1))
 
 
 # bf16 weights and 8-bit moments
@@ -145,15 +135,18 @@ def test_every_layout_makes_the_same_update_of_low_weights_and_moments():
     check_equal(states, states[0])
 
 
-def losses(join: Join, settings: Recipe, vocab: int) -> list[float]:
-    """The loss of each step on one batch."""
-    with join(settings) as ranks:
-        model = parallelize(build_model(settings, vocab), ranks, settings)
-        initialise(unwrap(model), 0)
-        trainer, batch = bare_trainer(model, settings, ranks), full_rows(settings, vocab, 2, 1)
-        trained = [p.dtype for p in model.parameters() if p.requires_grad]
-        assert set(trained) == {MASTER[settings.train.master]}
-        return [float(trainer.step(batch, 1.0).loss) for _ in range(12)]
+def losses(join: Join, recipes: list[Recipe]) -> list[list[float]]:
+    """The loss of each step on one batch, by each recipe."""
+    found, vocab = [], hf_fixtures.VOCAB
+    for settings in recipes:
+        with join(settings) as ranks:
+            model = parallelize(build_model(settings, vocab), ranks, settings)
+            initialise(unwrap(model), 0)
+            trainer, batch = bare_trainer(model, settings, ranks), full_rows(settings, vocab, 2, 1)
+            trained = [p.dtype for p in model.parameters() if p.requires_grad]
+            assert set(trained) == {MASTER[settings.train.master]}
+            found.append([float(trainer.step(batch, 1.0).loss) for _ in range(12)])
+    return found
 
 
 @pytest.mark.parametrize("kind", ["gpt", pytest.param("llama", marks=FULL), "gpt2", "gemma2"])
@@ -166,13 +159,13 @@ def test_every_strategy_trains_bf16_weights_as_float32_ones(kind, tmp_path):
     else:
         hf_fixtures.save(kind, tmp_path)
         how |= {"model__kind": "hf", "model__name": str(tmp_path)}
-    [wide] = run_ranks(losses, 1, recipe(**how), hf_fixtures.VOCAB)
-    how["train__master"] = "bf16"
-    [alone] = run_ranks(losses, 1, recipe(**how), hf_fixtures.VOCAB)
+    low = how | {"train__master": "bf16"}
+    [[wide, alone]] = run_ranks(losses, 1, [recipe(**how), recipe(**low)])
     assert alone == pytest.approx(wide, rel=0.02) and alone[-1] < 0.95 * alone[0]
-    for strategy in ("ddp", "full_shard", "shard_optim") if kind == "gpt" else ("full_shard",):
-        settings = recipe(**how | {"train__global_batch": 4, "parallel__strategy": strategy})
-        each = run_ranks(losses, 2, settings, hf_fixtures.VOCAB)
+    strategies = ("ddp", "full_shard", "shard_optim") if kind == "gpt" else ("full_shard",)
+    low["train__global_batch"] = 4
+    recipes = [recipe(**low, parallel__strategy=strategy) for strategy in strategies]
+    for strategy, *each in zip(strategies, *run_ranks(losses, 2, recipes), strict=True):
         # Each rank has the same rows, and its part of the mean.
         assert each[0] == pytest.approx(each[1], rel=1e-3), strategy
         scale = alone[0] / each[0][0]
@@ -249,59 +242,3 @@ def test_the_update_of_zero_1_is_that_of_ddp_bit_for_bit(kind: str, world: int) 
     for name in ("shift", "layers.0.up.weight"):
         assert not torch.equal(wanted[f"model/{name}"], before[name])
     check_equal([results["shard_optim"] for results in everyone], wanted)
-
-
-# Averaged weights: their definition, and an evaluation with them in the model
-
-BETA = 0.6
-AVERAGED = [
-    *({"strategy": name} for name in ("ddp", "shard_optim", "full_shard", "shard_grad_op")),
-    {"tensor": 2},
-    {"pipeline": 2},
-]
-
-
-def averages(join: Join, recipes: list[Recipe]) -> list[Any]:
-    """For each layout: how far the average is from its definition, the losses before, with and after
-    it, and the average.
-    """
-    results = []
-    for r in recipes:
-        with join(r) as ranks:
-            model, trainer = built(ranks, r)
-            parameters, exact = dict(unwrap(model).named_parameters()), dict[str, Tensor]()
-
-            def whole(tensors: Any, names: Any = tuple(parameters)) -> dict[str, Tensor]:
-                return {name: gathered(tensors[name]) for name in names}
-
-            for step in range(STEPS):
-                train(ranks, r, trainer, range(step, step + 1))
-                now, beta = whole(parameters), min(BETA, (1 + step) / (10 + step)) if step else 0.0
-                exact = {n: beta * exact.get(n, 0.0) + (1 - beta) * now[n] for n in now}
-            held = whole(trainer.average.tensors)
-            off = max(float((held[n] - exact[n]).abs().max()) for n in exact)
-            losses = [evaluate_loss(Passes(unwrap(model), ranks), rows(), 4, 2 * BATCH)["loss"]]
-            with trainer.average.in_model():
-                losses.append(
-                    evaluate_loss(Passes(unwrap(model), ranks), rows(), 4, 2 * BATCH)["loss"]
-                )
-            after = whole(dict(unwrap(model).named_parameters()))
-            assert all(torch.equal(after[name], now[name]) for name in after)
-            losses.append(evaluate_loss(Passes(unwrap(model), ranks), rows(), 4, 2 * BATCH)["loss"])
-            results.append((off, losses, held))
-    return results
-
-
-def test_every_layout_averages_as_one_process():
-    def recipe_of(world: int, layout: dict[str, Any]) -> Recipe:
-        return settings(world=world, accumulation=2, train__average=BETA, **layout)
-
-    [[(off, losses, wanted)]] = run_ranks(averages, 1, [recipe_of(1, {"strategy": "single"})])
-    assert off < 1e-14 and losses[0] == losses[2] != losses[1]
-    recipes = [recipe_of(2, layout) for layout in AVERAGED]
-    for per_rank in run_ranks(averages, 2, recipes, timeout=120):
-        for layout, (off, own, held) in zip(AVERAGED, per_rank, strict=True):
-            assert off < 1e-14, layout
-            assert own == pytest.approx(losses, rel=1e-9), layout
-            for name, tensor in held.items():
-                torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-9)

@@ -11,6 +11,7 @@ one rank of cp alone (m7452, finding 9).
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import equivalence
@@ -24,6 +25,7 @@ from equivalence import (
     VOCAB,
     check,
     distance,
+    each,
     logits_of,
     reference,
     rows,
@@ -33,6 +35,7 @@ from equivalence import (
 from harness import run_ranks
 
 from windlass.data.batch import Batch, positions_of
+from windlass.recipe import Recipe
 
 OLD = {"model__heads": 4}
 NEW = {
@@ -52,6 +55,7 @@ MUP = {
     "model__heads": 4,
     "model__qk_norm": True,
     "model__tie_head": False,
+    "train__average": 0.6,
 }
 Cell = dict[str, Any]
 
@@ -106,9 +110,9 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[int, list[Cell]]]] = {
     "untied, no norm": ({"model__tie_head": False, "model__final_norm": False}, {2: EVERY}),
     "torch.optim": (
         {"optim__kind": "torch.optim.AdamW", "optim__options": {"betas": [0.9, 0.95]}},
-        {2: EVERY},
+        {2: [*EVERY, on(tensor=2)]},
     ),
-    "muP": (MUP, {2: [*EVERY[:3], on(tensor=2), on(context=2), on(pipeline=2)]}),
+    "muP, averaged": (MUP, {2: [*EVERY, on(tensor=2), on(context=2), on(pipeline=2)]}),
     "old": (
         OLD,
         {
@@ -160,7 +164,6 @@ BESIDE_ONE_PROCESS: dict[str, tuple[dict[str, Any], dict[int, list[Cell]]]] = {
         NEW | {"optim__kind": "muon"},
         {4: [on(s, **how) for s in ("shard_optim", "full_shard") for how in ({"tensor": 2}, {})]},
     ),
-    "sgd": ({"optim__kind": "torch.optim.SGD"}, {4: [on("ddp", tensor=2), *EVERY]}),
 }
 # More than one data rank in each layout.
 SLOW = {
@@ -177,16 +180,25 @@ SLOW = {
     for name, model in (("old", OLD), ("new", NEW))
 }
 ALL = TRAININGS | BESIDE_ONE_PROCESS | SLOW
-NAMES = [(name, world) for name, (_, worlds) in ALL.items() for world in worlds]
 NAMES_SLOW = (*SLOW, "dropout, new", "one row, other")
+NAMES = [name for name in ALL if name not in NAMES_SLOW]
 
 
-def check_cells(world: int, model: dict[str, Any], cells: list[Cell], wanted: Any = None) -> None:
-    """Cells with equal layers have one reference, a plain loop unless `wanted` is given."""
-    for layers in {cell.get("model__layers", 2) for cell in cells}:
-        own = [cell for cell in cells if cell.get("model__layers", 2) == layers]
-        recipes = [settings(world=world, **model | cell) for cell in own]
-        check(world, recipes, wanted or reference(**model | {"model__layers": layers}))
+def cases_of(world: int, names: list[str]) -> Iterator[tuple[str, Recipe, Any]]:
+    """The cells of some trainings on a world, with the outcome of a plain loop, or of one process."""
+    names = [name for name in names if world in ALL[name][1]]
+    beside = [name for name in names if name in BESIDE_ONE_PROCESS]
+    [outcomes] = run_ranks(each, 1, [settings("fp64", "single", **ALL[n][0]) for n in beside])
+    alone = dict(zip(beside, outcomes, strict=True))
+    for name in names:
+        model, worlds = ALL[name]
+        loops = dict[int, Any]()
+        for cell in worlds[world]:
+            layers = cell.get("model__layers", 2)
+            if name not in alone and layers not in loops:
+                loops[layers] = reference(**model | {"model__layers": layers})
+            recipe = settings(world=world, **model | cell)
+            yield name, recipe, alone[name] if name in alone else loops[layers]
 
 
 @pytest.fixture(scope="module")
@@ -196,20 +208,19 @@ def plain():
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_one_process_in_float64(plain, accumulation):
-    check(1, [settings("fp64", "single", 1, accumulation)], plain)
+    check(1, [("plain", settings("fp64", "single", 1, accumulation), plain)])
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("name", "world"),
-    [pytest.param(*one, marks=[pytest.mark.full] * (one[0] in NAMES_SLOW)) for one in NAMES],
+    ("world", "names"),
+    [(2, NAMES), (4, NAMES), pytest.param(4, NAMES_SLOW, marks=pytest.mark.full)],
+    ids=["2 ranks", "4 ranks", "4 ranks, slow"],
 )
-def test_trainings_in_float64(name, world):
-    model, worlds = ALL[name]
-    wanted = None
-    if name in BESIDE_ONE_PROCESS:
-        [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
-    check_cells(world, model, worlds[world], wanted)
+def test_trainings_in_float64(world, names):
+    """The same ranks train all of them: a process has what FSDP2 and DTensor keep after the first."""
+    check(world, list(cases_of(world, names)))
 
 
 @pytest.mark.dist
@@ -270,7 +281,7 @@ def test_rows_of_several_documents(model, shortest, monkeypatch):
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
     layouts = [*FOUR[1:3], {"context": 2}]
     cells = [on("full_shard", **layout) for layout in layouts] + [on("ddp", pipeline=2)]
-    check_cells(4, model, cells, wanted)
+    check(4, [("documents", settings(world=4, **model | cell), wanted) for cell in cells])
 
 
 @pytest.mark.dist

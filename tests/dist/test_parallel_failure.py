@@ -19,6 +19,7 @@ from harness import FORK, recipe, tcp_store
 
 from helpers import process_state
 from windlass.errors import RunFailed, Stopped
+from windlass.parallel import heartbeat
 from windlass.parallel.collectives import sum_async
 from windlass.parallel.env import DistEnv
 from windlass.parallel.heartbeat import Beat, behind
@@ -83,6 +84,12 @@ def end(
         process.kill()
         process.join()
     return ended
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks look for a failure more often than a user's, who do not wait for a test."""
+    monkeypatch.setattr(heartbeat, "POLL_SECONDS", 0.2)
 
 
 def collective(ranks: Ranks) -> None:
@@ -157,8 +164,8 @@ def test_a_failure_before_the_groups_are_joined_ends_the_others(tmp_path: Path, 
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path):
-    for one in end(collective, 3, tmp_path, missing=1, parallel__startup_timeout_seconds=2)[::2]:
-        assert one.code == 1 and "waited 2 s for rank 1" in one.text
+    for one in end(collective, 3, tmp_path, missing=1, parallel__startup_timeout_seconds=1)[::2]:
+        assert one.code == 1 and "waited 1 s for rank 1" in one.text
 
 
 def test_a_store_that_ends_before_the_first_look_ends_the_others(tmp_path: Path):

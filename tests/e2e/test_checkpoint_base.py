@@ -14,18 +14,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-sys.path.append(str(Path(__file__).parents[1] / "dist"))
-
-from harness import train_on_ranks
-
 import hf_fixtures
 from forked import launch
-from helpers import curve, refused, windlass
+from helpers import curve, losses, refused, train_on_ranks, windlass
 from windlass import evaluate, generate, load_model, train
 from windlass.checkpoint.base import frozen_weights
 from windlass.checkpoint.format import Checkpoint, open_checkpoint
 from windlass.checkpoint.listing import list_checkpoints
-from windlass.cli import main
 from windlass.errors import installed
 from windlass.estimate.inputs import read_inputs
 from windlass.evaluation.source import load_model as load
@@ -59,22 +54,7 @@ def base(tmp_path: Path) -> Path:
     return hf_fixtures.save_tokenizer([TEXT], tmp_path / "base")
 
 
-Call = Callable[..., str]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Call `windlass WORDS` here, which ends with `code`: its output, or its message for code 2."""
-
-    def run(*words: str | Path, code: int = 0) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        output, errors = capsys.readouterr()
-        assert (ended.value.code or 0) == code, errors
-        return errors if code == 2 else output
-
-    return run
+Call = Callable[..., tuple[str, str]]
 
 
 def recipe(base: Path, name: str, *overrides: str, **model: Any) -> Recipe:
@@ -149,7 +129,7 @@ def test_without_its_base_every_verb_says_what_to_do_and_with_its_new_place_work
         with refused(str(base), "checkpoint.base=DIR"):
             verb()
     assert not (folder / "out").exists()
-    assert "checkpoint.base=DIR" in call("sample", folder / "run", code=2)
+    assert "checkpoint.base=DIR" in call("sample", folder / "run", code=2)[1]
     output = windlass("train", folder / "run", code=2).stderr
     assert "checkpoint.base=DIR" in output and "Traceback" not in output
     ids = torch.tensor([[1, 2]])
@@ -172,16 +152,16 @@ def test_another_base_in_its_place_is_refused(base: Path, call: Call) -> None:
     run = train(wanted, stop_at=2)
     branch = train(wanted.replace(f"run.dir={base.parent / 'b'}"), branch_from=f"{run.path}@2")
     assert at(branch).manifest.base == at(run, 2).manifest.base
-    assert call("checkpoints", run.path, "--verify").count("every byte good") == 2
+    assert call("checkpoints", run.path, "--verify")[0].count("every byte good") == 2
     file = change(base)
     for verb in (lambda: train(wanted), lambda: generate(run, "the"), lambda: load_model(run)):
         with refused("SHA-256", str(base), "checkpoint.base=DIR"):
             verb()
     assert list_checkpoints(run.path).checkpoints[0]["problem"] == ""
     call("checkpoints", run.path)
-    output = call("checkpoints", run.path, "--verify", code=1)
+    output, _ = call("checkpoints", run.path, "--verify", code=1)
     assert f"base {base} is bad" in output and file.name in output
-    listed = json.loads(call("checkpoints", run.path, "--verify", "--json", code=1))
+    listed = json.loads(call("checkpoints", run.path, "--verify", "--json", code=1)[0])
     assert [row["files"] for row in listed["bases"]] == [len([*base.glob("*.safetensors")])]
     file.unlink()
     with refused(file.name, "checkpoint.base=DIR"):
@@ -207,7 +187,7 @@ def test_a_base_of_the_hub_is_found_by_its_commit(
     shutil.copytree(cache / "snapshots" / commit, cache / "snapshots" / other)
     change(cache / "snapshots" / other)
     (cache / "refs" / "main").write_text(other)
-    assert f"some/tiny@{commit[:12]}" in call("checkpoints", run.path, "--verify")
+    assert f"some/tiny@{commit[:12]}" in call("checkpoints", run.path, "--verify")[0]
     assert math.isfinite(evaluate(train(wanted)).results["loss"]["loss"])
     shutil.rmtree(cache / "snapshots" / commit)
     with refused("some/tiny", "checkpoint.base=DIR"):
@@ -263,6 +243,7 @@ def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
         ("dropout", 2, "tensor=2", 1, "tensor=1"),
         ("lora", 1, "tensor=1", 2, "tensor=2"),
         ("freeze", 2, "strategy=shard_optim", 2, "tensor=2"),
+        ("bf16", 2, "strategy=ddp", 1, "strategy=auto"),
         pytest.param("4bit", 2, "strategy=full_shard", 1, "strategy=auto", marks=needs_4bit),
     ],
 )
@@ -286,19 +267,9 @@ def test_other_ranks_and_strategies_continue_it(
             assert torch.equal(loaded[name], parameter.to(loaded[name].dtype)), name
     run = train_on_ranks(wanted.replace(f"parallel.{after}"), then)
     tolerance = 1e-5 if exact.endswith("fp32") else 1e-12
-    losses = [loss for _, loss in curve(straight, "loss")]
-    assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=tolerance)
+    assert losses(run) == pytest.approx(losses(straight), rel=tolerance)
     (last,) = {step.name for step in run.checkpoints_dir.iterdir()} - {"step-00000002"}
     assert at(run).manifest.base == at(first, 2).manifest.base and last == "step-00000004"
-
-
-@pytest.mark.dist
-def test_two_ranks_with_a_base_in_bf16_have_the_losses_of_one(base: Path) -> None:
-    exact = "train.precision=fp64"
-    straight = train(recipe(base, "straight", exact, **KINDS["bf16"]))
-    run = train_on_ranks(recipe(base, "run", exact, "parallel.strategy=ddp", **KINDS["bf16"]))
-    losses = [loss for _, loss in curve(straight, "loss")]
-    assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=1e-12)
 
 
 @pytest.mark.dist
@@ -314,8 +285,7 @@ def test_killed_on_two_ranks_adapters_go_on_on_one(base: Path, tmp_path: Path) -
     assert [c["step"] for c in list_checkpoints(wanted.run_dir).checkpoints] == [2]
     assert at(Run(wanted.run_dir), 2).manifest.base is not None
     run = train(wanted)
-    losses = [loss for _, loss in curve(straight, "loss")]
-    assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=1e-12)
+    assert losses(run) == pytest.approx(losses(straight), rel=1e-12)
 
 
 @pytest.mark.parametrize(

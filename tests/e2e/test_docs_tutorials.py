@@ -1,6 +1,4 @@
-"""Pages of the documentation, by their own commands: two tutorials at a small size, the run that a
-page of evidence continues, and the notebook.
-"""
+"""Pages of the documentation, by their own commands: two tutorials at a small size, and the notebook."""
 
 import glob
 import json
@@ -14,8 +12,6 @@ import forked
 from docs_pages import DOCS, blocks, commands_of
 from helpers import write_corpus
 from windlass.cli import main
-from windlass.optim.schedule import lr_multiplier
-from windlass.recipe import Horizon
 from windlass.run import Run
 
 PAGES = DOCS / "tutorials"
@@ -81,43 +77,6 @@ def test_every_command_of_a_tutorial_runs(name, tmp_path, monkeypatch, capfd):
     assert not [pattern for pattern in files if not glob.glob(pattern)]
     output = capfd.readouterr().out
     assert not [text for text in printed if text not in output], output
-
-
-def test_stitched_run_of_exercises_is_beginning_of_long_one(tmp_path, monkeypatch, capsys):
-    """Saved at 50 and continued to 100 of 4,400 steps, by the commands of the page, of a small
-    model on one rank.
-    """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WINDLASS_QUIET_END", "1")
-    write_corpus(tmp_path / "web.txt", 4000)
-    small = "data.source=web.txt data.tokenizer=byte data.streaming=false data.max_tokens=0 "
-    small += "data.val_fraction=0.1 model.vocab=257 model.layers=1 model.heads=1 model.width=16 "
-    small += "model.context=16 eval.batches=1 eval.sample_every=0 train.global_batch=2 "
-    small += "telemetry.every=1 parallel.device=cpu"
-    listed = [
-        part[1:]
-        for block in blocks(DOCS / "evidence" / "exercises.md")
-        for command in commands_of(block)
-        for part in command.parts()
-        if "runs/longer" in command.text
-    ]
-    assert len(listed) == 3, listed
-    for typed in listed:
-        words = [word for word in typed if word not in ("--world", "2")]
-        more = (
-            small.split() if "c4-29m" in words else ["--no-plots"] if words[0] == "report" else []
-        )
-        with pytest.raises(SystemExit) as ended:
-            main([*words, *more])
-        assert ended.value.code == 0, capsys.readouterr().err
-    run = Run(tmp_path / "runs" / "longer")
-    assert run.state == "stopped"
-    assert [e["step"] for e in run.events if e["event"] == "resumed"] == [50]
-    schedule, horizon = run.recipe.optim.schedule, Horizon(4400, 0, 1)
-    whole = [run.recipe.optim.lr * lr_multiplier(schedule, horizon, step) for step in range(100)]
-    assert [line["lr"] for line in run.lines("train")] == pytest.approx(whole)
-    assert whole[43] == max(whole)
-    assert (run.report_dir / "index.html").is_file()
 
 
 def test_the_notebook_runs(tmp_path):

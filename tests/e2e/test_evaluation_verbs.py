@@ -12,7 +12,6 @@ import pytest
 
 from helpers import tiny_recipe
 from windlass import train
-from windlass.cli import main
 from windlass.evaluation.api import TextSampler, evaluate, sample
 from windlass.evaluation.source import find_source
 
@@ -26,13 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tiny_recipe(folder / "text.txt", folder / "run", checkpoint__every=6)).path
 
 
-def typed(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(a) for a in arguments])
-    return int(ended.value.code or 0)
-
-
-def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, call: Any) -> None:
     answers = [{"text": "the mat", "answer_start": 10}]
     questions = [{"id": f"q{i}", "question": f"Where {i}?", "answers": answers} for i in range(3)]
     paragraph = {"context": "It sat on the mat.", "qas": questions}
@@ -41,8 +34,8 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) ->
     (tmp_path / "h.jsonl").write_text(json.dumps(ITEM) + "\n")
     items = f"eval.hellaswag_file={tmp_path / 'h.jsonl'}"
     files = (items, f"eval.squad_file={squad}", "data.eval_size=2")
-    assert typed("eval", run, "--suite", "loss,hellaswag,squad", *files, "--json") == 0
-    shown = json.loads(capsys.readouterr().out)
+    words = ("eval", run, "--suite", "loss,hellaswag,squad", *files, "--json")
+    shown = json.loads(call(*words)[0])
     assert shown == json.loads((run / "eval" / "step-00000012.json").read_text())
     assert shown["step"] == 12
     results = shown["results"]
@@ -54,9 +47,8 @@ def test_eval_writes_what_it_measured(run: Path, tmp_path: Path, capsys: Any) ->
     again = evaluate(run, ["squad"], files[1:], tmp_path / "again")
     assert again.predictions == predictions
     assert again.results["squad"]["f1"] == results["squad"]["f1"]
-    assert typed("eval", f"{run}@6", "--suite", "loss") == 0
+    assert "bits_per_byte" in call("eval", f"{run}@6", "--suite", "loss")[0]
     assert (run / "eval" / "step-00000006.json").is_file()
-    assert "bits_per_byte" in capsys.readouterr().out
 
 
 def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> None:
@@ -83,38 +75,34 @@ def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> N
     assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
 
 
-def test_sample_has_a_seed_and_reads_a_pipe(run: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_sample_has_a_seed_and_reads_a_pipe(run: Path, call: Any, monkeypatch: Any) -> None:
     command = ("sample", run, "--prompt", "the ", "--n", "2", "--max-tokens", "20", "--seed", "3")
-    assert typed(*command) == 0
-    first = capsys.readouterr().out
+    first, _ = call(*command)
     monkeypatch.setattr("sys.stdin", io.StringIO("the dog"))
-    assert typed("sample", run, "--prompt", "-", "--max-tokens", "5") == 0
-    assert capsys.readouterr().out.startswith("the dog")
+    assert call("sample", run, "--prompt", "-", "--max-tokens", "5")[0].startswith("the dog")
     pieces = list(sample(run, "the ", 2, "cpu", max_tokens=20, seed=3))
     texts = ["the " + "".join(piece for i, piece in pieces if i == number) for number in range(2)]
     assert first == f"=== 1 of 2 ===\n{texts[0]}\n=== 2 of 2 ===\n{texts[1]}\n"
 
 
-def test_a_conversation_remembers_its_turns(run: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_conversation_remembers_its_turns(run: Path, call: Any, monkeypatch: Any) -> None:
     sampler = TextSampler(find_source(run), "cpu", max_tokens=4, temperature=0)
     answers = ["".join(sampler.reply(message)) for message in ("the cat", "the dog")]
     assert [m["role"] for m in sampler.messages] == ["user", "assistant"] * 2
     assert [m["content"] for m in sampler.messages[1::2]] == [answer.strip() for answer in answers]
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\nthe dog\n"))
     chat = ("sample", run, "--chat", "--max-tokens", "4", "--temperature", "0")
-    assert typed(*chat) == 0
-    assert capsys.readouterr().out == f"{answers[0]}\n{answers[1]}\n"
+    assert call(*chat)[0] == f"{answers[0]}\n{answers[1]}\n"
     # is not read: a prompt has one answer
     monkeypatch.setattr("sys.stdin", io.StringIO("the dog\n"))
-    assert typed(*chat, "--prompt", "the cat") == 0
-    assert capsys.readouterr().out == f"{answers[0]}\n"
+    assert call(*chat, "--prompt", "the cat")[0] == f"{answers[0]}\n"
     sampler.messages = [{"role": "system", "content": "dogs"}]
     answer = "".join(sampler.reply("the cat"))
-    assert typed(*chat, "--prompt", "the cat", "--system", "dogs") == 0
-    assert capsys.readouterr().out == f"{answer}\n" != f"{answers[0]}\n"
+    told, _ = call(*chat, "--prompt", "the cat", "--system", "dogs")
+    assert told == f"{answer}\n" != f"{answers[0]}\n"
 
 
-def test_mistakes_are_one_message(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_mistakes_are_one_message(run: Path, tmp_path: Path, call: Any) -> None:
     for command, word in (
         (("eval", run, "--suite", "trivia"), "trivia"),
         (("sample", tmp_path / "nowhere"), "nowhere"),
@@ -122,6 +110,5 @@ def test_mistakes_are_one_message(run: Path, tmp_path: Path, capsys: Any) -> Non
         (("sample", run, "--system", "dogs"), "--chat"),
         (("sample", f"{run}@7"), "step 7"),
     ):
-        assert typed(*command) == 2
-        error = capsys.readouterr().err
+        _, error = call(*command, code=2)
         assert word in error and "Traceback" not in error, error

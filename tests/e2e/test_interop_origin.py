@@ -13,7 +13,7 @@ import torch
 from test_checkpoint_base import TEXT, base, recipe  # noqa: F401
 
 import hf_fixtures
-from helpers import refused, windlass
+from helpers import losses, refused, windlass
 from windlass import train
 from windlass.evaluation.api import evaluate
 from windlass.evaluation.generate import Sampling, generate
@@ -31,10 +31,6 @@ def sources(base: Path, *overrides: str) -> Source:
 def change(base: Path, **fields: Any) -> None:
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | fields))
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in Run(run).lines("train")]
 
 
 def test_a_run_resumes_and_is_used_where_its_base_is_gone(base):

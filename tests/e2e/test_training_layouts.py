@@ -146,18 +146,3 @@ def test_first_weights_come_from_a_run(corpus, tmp_path, grid):
     first, last = Run(tmp_path / "run").lines("eval")[0], grid.lines("eval")[-1]
     assert first["step"] == 0
     assert first["loss"] == pytest.approx(last["loss"], rel=EXACT)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--world 3 parallel.tensor=2", "start 2 or 4 ranks (--world 2)"),
-        ("parallel.tensor=2", "start 2 ranks (--world 2)"),
-        ("--world 2 parallel.tensor=2 model.heads=3 model.width=48", "write 1, or change"),
-    ],
-)
-def test_a_bad_layout_is_one_message_before_anything_starts(corpus, tmp_path, options, said):
-    overrides = settings(corpus, tmp_path / "run", **{"data.dir": f"'{tmp_path / 'data'}'"})
-    done = windlass("train", "quickstart", *overrides, *options.split(), code=2)
-    assert said in done.stderr and done.stderr.count("windlass:") == 1 and not done.stdout
-    assert not list(tmp_path.iterdir())

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
 
 from forked import Forked, launch
@@ -20,13 +19,9 @@ from windlass import train
 from windlass.checkpoint import save as save_module
 from windlass.checkpoint.choose import Lineage, write_lineage
 from windlass.checkpoint.format import open_checkpoint
-from windlass.data.loader import Loader
-from windlass.data.open import open_data
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 from windlass.ledger import read_lines
-from windlass.model.build import build_model
-from windlass.model.gpt import initialise
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import RunView
@@ -320,13 +315,6 @@ def test_what_a_new_run_cannot_begin_with_is_found_before_a_rename(
         assert resolve_start(recipe).resuming, "its checkpoints have the weights"
 
 
-@pytest.mark.parametrize("order", ["shuffled", "shards-shuffled"])
-def test_the_log_says_whether_shards_are_shuffled(corpus, tmp_path, order):
-    run = stopped(recipe_of(corpus, tmp_path / "run", **{"data.order": order}), 1)
-    [data] = [line for line in run.log_path.read_text().splitlines() if "text.txt: " in line]
-    assert ("shards in file order" in data) == (order == "shards-shuffled")
-
-
 def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tmp_path):
     """Evaluations of 8 and of all samples are on one curve: the best is one of those that compare
     with the last.
@@ -390,7 +378,7 @@ def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_pat
 
     def late_failure(save, *rest):
         if save.step == 11:
-            time.sleep(2)  # the last save waits
+            time.sleep(0.5)  # the last save waits
             raise OSError(errno.EIO, "broken")
         return run_save(save, *rest)
 
@@ -398,25 +386,3 @@ def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_pat
     recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 11, "eval.every": 0})
     run = train(recipe)
     assert run.state == "finished" and (run.checkpoints_dir / "step-00000012").is_dir()
-
-
-def test_the_first_loss_and_gradient_are_those_of_torch(corpus, tmp_path):
-    """The first step's loss and norm of the gradient, against autograd through torch's own loss."""
-    constant = {"optim.schedule.kind": "constant", "optim.schedule.warmup": 0}
-    more = {"model.dropout": 0.0, "train.precision": "fp64", "train.steps": 1, "train.grad_clip": 0}
-    recipe = recipe_of(corpus, tmp_path / "run", **more | constant)
-    run = train(recipe)
-    data = open_data(recipe)
-    model = build_model(recipe, data.vocab, "cpu")
-    initialise(model, recipe.run.seed)
-    with Loader(data.train, recipe.batch(1), 0, recipe.run.seed) as loader:
-        batch = next(loader)
-    tokens, labels = (
-        torch.cat(part) for part in zip(*(m.batch[:2] for m in batch.micro), strict=True)
-    )
-    loss = F.cross_entropy(model.double()(tokens).flatten(0, 1), labels.flatten())
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt().item()
-    line = run.lines("train")[0]
-    assert line["loss"] == pytest.approx(loss.item(), rel=1e-12)
-    assert line["grad_norm"] == pytest.approx(norm, rel=1e-11)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1] / "dist"))
-
-from harness import train_on_ranks
-
 import hf_fixtures
 import tokenizer_fixtures
-from helpers import curve, refused
+from helpers import curve, losses, refused, train_on_ranks
 from windlass import sample, train
 from windlass.errors import installed
 from windlass.estimate.memory import memory
@@ -269,8 +264,7 @@ def test_an_adapter_is_trained_further_or_merged_first(tmp_path: Path) -> None:
 
     run = check_resume(recipe)
     shards = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
-    losses = [[loss for _, loss in curve(one, "loss")] for one in (run, train_on_ranks(shards))]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses(train_on_ranks(shards)) == pytest.approx(losses(run), rel=1e-5)
     _, second = check_exports(recipe, moved=1e-3)
     assert distance(run.path, expected) > 1e-3
     for origin in (run.path, second):
@@ -346,13 +340,12 @@ def test_added_tokens_are_trained_and_exported(
 @pytest.mark.dist
 def test_added_tokens_begin_alike_on_shards_and_from_the_seed(tmp_path: Path) -> None:
     recipe = talks_of(tmp_path, "one")
-    one = curve(train(recipe), "loss")
+    one = losses(train(recipe))
     shards = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
-    two = curve(train_on_ranks(shards), "loss")
-    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-5)
+    assert losses(train_on_ranks(shards)) == pytest.approx(one, rel=1e-5)
     fresh = recipe.replace("model.from_scratch=true", f"run.dir={tmp_path}/fresh")
     assert build_model(fresh, VOCAB + 2, device="cpu").vocab == VOCAB + 2  # type: ignore[union-attr]
-    assert curve(train(fresh), "loss")[0][1] == pytest.approx(math.log(VOCAB + 2), abs=0.3)
+    assert losses(train(fresh))[0] == pytest.approx(math.log(VOCAB + 2), abs=0.3)
 
 
 def test_a_frozen_embedding_does_not_learn_added_tokens(tmp_path: Path) -> None:
@@ -381,10 +374,9 @@ def test_weights_in_4_bits_need_adapters_and_their_package_and_are_not_trained_w
 def test_adapters_on_weights_in_4_bits_learn_resume_and_are_exported(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, lora={"base": "4bit", "rank": 4})
     wide = recipe_of(tmp_path, "wide", lora={"rank": 4})
-    losses = [loss for _, loss in curve(check_resume(recipe), "loss")]
-    whole = curve(train(wide), "loss")
-    assert losses[-1] < losses[0] == pytest.approx(whole[0][1], abs=0.2)
-    assert losses[0] != whole[0][1]
+    low, whole = losses(check_resume(recipe)), losses(train(wide))
+    assert low[-1] < low[0] == pytest.approx(whole[0], abs=0.2)
+    assert low[0] != whole[0]
     sizes, full = read_sizes(recipe), read_sizes(wide)
     assert (sizes.total, sizes.trained) == (full.total, full.trained)
     assert sizes.in_4bit > 0.4 * sizes.total

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 import hf_fixtures
+from helpers import losses
 from rows import Rows
 from windlass import Data, Recipe, Run, export, train
 from windlass.launch.local import launch
@@ -64,10 +65,6 @@ def recipe(folder: Path | str, kind: str, run: str, more: dict[str, Any]) -> Rec
     small |= {"model.kind": "hf", "model.name": f"{folder}/{kind}", "optim.lr": 1e-3}
     small |= {"eval.batches": 1, "telemetry.every": 1, "train.threads": 1}
     return Recipe.from_dict({**small, "run.dir": f"{folder}/runs/{kind}-{run}", **more})
-
-
-def losses(run: Run) -> list[float]:
-    return [line["loss"] for line in run.lines("train")]
 
 
 def exported_loss(run: Run, directory: Path) -> float:

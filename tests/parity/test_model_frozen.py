@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_adapters import adapter_of_peft, base_of, distance, plain, recipe_of, train_on_ranks
+from test_model_adapters import adapter_of_peft, base_of, distance, plain, recipe_of
 
-from helpers import curve, refused
+from helpers import losses, refused, train_on_ranks
 from windlass import train
 from windlass.interop.export import export
 from windlass.model.build import build_model, read_sizes, sizes_of
@@ -125,10 +125,9 @@ def test_scaled_embeddings_and_experts_are_raised_to_the_same_numbers(
 def test_two_ranks_have_the_losses_of_one_process(kind: str, tmp_path: Path) -> None:
     base_of(tmp_path, kind, BF16, **LOWERED[kind][0])
     recipe = recipe_of(tmp_path, "one", lora=LORA | {"targets": ["q_proj"]})
-    losses = [loss for _, loss in curve(train(recipe), "loss")]
+    one = losses(train(recipe))
     two = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
-    found = [loss for _, loss in curve(train_on_ranks(two), "loss")]
-    assert found == pytest.approx(losses, rel=1e-5)
+    assert losses(train_on_ranks(two)) == pytest.approx(one, rel=1e-5)
 
 
 def test_experts_with_adapters_stay_in_float32(tmp_path: Path) -> None:
@@ -178,8 +177,7 @@ def test_a_run_learns_as_in_float32_and_is_exported(tmp_path: Path) -> None:
     base_of(tmp_path, "llama", BF16)
     recipe = recipe_of(tmp_path, lora=LORA)
     wide = recipe_of(tmp_path, "wide", lora=LORA, frozen_precision="fp32")
-    losses, expected = ([loss for _, loss in curve(train(r), "loss")] for r in (recipe, wide))
-    assert losses == pytest.approx(expected, rel=1e-3)
-    assert losses[-1] < losses[0]
+    low, whole = losses(train(recipe)), losses(train(wide))
+    assert low == pytest.approx(whole, rel=1e-3) and low[-1] < low[0]
     merged = plain(export(recipe.run_dir, tmp_path / "out"))
     assert distance(merged, recipe.run_dir) < 0.2

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save
-from test_model_adapters import base_of, plain, recipe_of, train_on_ranks
+from test_model_adapters import base_of, plain, recipe_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_fixtures
-from helpers import curve, refused
+from helpers import curve, refused, train_on_ranks
 from windlass import train
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate

@@ -1,13 +1,10 @@
-"""A run and a study that the tests of reports read and do not change, and calls of the command line
-in this process.
-"""
+"""A run and a study that the tests of reports read and do not change."""
 
 import json
 
 import pytest
 from report_fixtures import NASTY, build_run, build_study
 
-from windlass.cli import main
 from windlass.reports.study import StudyView
 from windlass.reports.view import RunView
 
@@ -23,17 +20,3 @@ def one(tmp_path_factory):
 def study(tmp_path_factory):
     """Three rates, two schedules, two seeds; one cell failed, one waits."""
     return StudyView(build_study(tmp_path_factory.mktemp("studies") / "study"))
-
-
-@pytest.fixture
-def call(capsys):
-    """Call `windlass WORDS`, which ends with `code`: gives standard output and error."""
-
-    def run(*words, code=0):
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        output, errors = capsys.readouterr()
-        assert (ended.value.code or 0) == code, errors
-        return output, errors
-
-    return run

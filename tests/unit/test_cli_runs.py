@@ -2,12 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 from report_fixtures import build_run, edit, stamp
-from typer.testing import CliRunner
 
-from windlass.cli import runs as verb
-from windlass.errors import UserError
 from windlass.ledger import Ledger
 from windlass.recipe import Recipe
 from windlass.reports.overview import overview
@@ -43,18 +39,14 @@ def top(tmp_path, monkeypatch):
     return top
 
 
-def call(*arguments):
-    app = typer.Typer()
-    app.command()(verb.runs)
-    return CliRunner().invoke(app, list(map(str, arguments)))
-
-
-def test_a_row_for_every_run_in_strict_json(top):
+def test_a_row_for_every_run_in_strict_json(top, call):
     edit(
         Run(top / "stopped"),
         lambda line: line | ({"loss": "Infinity"} if line["kind"] == "train" else {}),
     )
-    rows = json.loads(call("runs", "--json").stdout, parse_constant=lambda word: pytest.fail(word))
+    rows = json.loads(
+        call("runs", "runs", "--json")[0], parse_constant=lambda word: pytest.fail(word)
+    )
     assert [
         (row["run"], row["state"], row["step"], row["steps"], row["best_loss"]) for row in rows
     ] == [
@@ -67,14 +59,14 @@ def test_a_row_for_every_run_in_strict_json(top):
     assert rows[0]["tokens_per_s"] == pytest.approx(99e6 / 5049)
 
 
-def test_the_table_and_its_order(top):
-    text = call("runs").stdout
+def test_the_table_and_its_order(top, call):
+    text = call("runs", "runs")[0]
     names = [line.split()[0] for line in text.splitlines()[1:]]
     assert names == ["done", "killed", "stopped", "study/cells/a"]
     assert "100/100" in text and "20/50" in text and "3.2500" in text and "19.6k" in text
 
 
-def test_where_runs_are_and_are_not_looked_for(top):
+def test_where_runs_are_and_are_not_looked_for(top, call):
     assert [row.run for row in overview(top / "done")] == ["done"]
     edit(Run(top / "study" / "cells" / "a"), lambda line: line | {"time": stamp(6 * line["step"])})
     assert [(row.run, row.left_s) for row in overview(top / "study")] == [("cells/a", 180.0)]
@@ -82,13 +74,12 @@ def test_where_runs_are_and_are_not_looked_for(top):
     (top / "new" / "recipe.toml").write_text("[unheard]\nof = 1\n")
     (row,) = overview(top / "new")
     assert (row.state, row.step, row.steps, row.loss) == ("new", 0, None, None)
-    assert "new" in call(top / "new").stdout
-    assert "no runs here" in call(top / "no-run").stdout
-    error = call("nowhere").exception
-    assert isinstance(error, UserError) and "not a directory" in str(error)
+    assert "new" in call("runs", top / "new")[0]
+    assert "no runs here" in call("runs", top / "no-run")[0]
+    assert "not a directory" in call("runs", "nowhere", code=2)[1]
 
 
-def test_a_study_is_one_row(top):
+def test_a_study_is_one_row(top, call):
     study = Study.create(
         Recipe.load("quickstart", ["train.steps=70"]), ["optim.lr=1,2,3"], top / "sweeps" / "seeds"
     )
@@ -97,12 +88,9 @@ def test_a_study_is_one_row(top):
     make(study.run_of(study.cells[0]).path, 70, 70, "finished", [(70, 3.5)])
     make(study.run_of(study.cells[1]).path, 70, 20, "preempted", [(20, 3.25)])
     (row,) = [row for row in overview(top) if row.cells]
-    assert row.run == "sweeps/seeds"
-    assert row.state == "interrupted"
-    assert row.step == 90
-    assert row.steps == 210
+    assert (row.run, row.state, row.step, row.steps) == ("sweeps/seeds", "interrupted", 90, 210)
     assert row.best_loss == 3.5 == study.winners().groups[0].median
-    (line,) = [line for line in call("runs").stdout.splitlines() if line.startswith("sweeps")]
+    (line,) = [line for line in call("runs", "runs")[0].splitlines() if line.startswith("sweeps")]
     assert line.split() == ["sweeps/seeds", "interrupted", "1/3", "90/210", "3.5000"]
     make(study.path / "probes" / "2-ranks" / "0", 9, 9, "finished")
     study.set_failure(study.cells[1], "no luck")
@@ -120,7 +108,7 @@ def test_a_study_is_one_row(top):
         assert [(row.run, row.state) for row in rows] == [("sweeps/seeds", "damaged")]
 
 
-def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypatch):
+def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypatch, call):
     """Wall time times ranks, from the last stamp of each start; of the GPUs' those alone that ran
     on some.
     """
@@ -132,7 +120,7 @@ def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypat
         build_run(study.run_of(cell).path, ranks=4, steps=100)
         about = {"ranks": [{"rank": 0, "device": "cuda:0"}]}
         (study.run_of(cell).path / "environment.json").write_text(json.dumps(about))
-    rows = {row["run"]: row for row in json.loads(call("runs", "--json").stdout)}
+    rows = {row["run"]: row for row in json.loads(call("runs", "runs", "--json")[0])}
 
     def seconds(run):  # by hand: the last stamp of each attempt
         whole = [x for x in (run / "metrics.jsonl").read_text().splitlines() if x.endswith("}")]
@@ -150,4 +138,4 @@ def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypat
     assert [rows[name]["gpu_hours"] for name in expected] == [None, None, hours]
     cpus = expected["killed"] + expected["plain"]
     line = f"in all: {expected['study']:.3f} GPU hours and {cpus:.3f} device-hours on CPUs"
-    assert call("runs").stdout.splitlines()[-1] == line
+    assert call("runs", "runs")[0].splitlines()[-1] == line

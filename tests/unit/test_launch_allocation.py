@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
 import subprocess
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -218,3 +220,16 @@ def test_the_printed_variables_are_shell(tmp_path, pbs):
     script = f'eval "$({shlex.join(command("env"))})"; echo "$PBS_JOBID $PBS_QUEUE"'
     shown = subprocess.check_output(["bash", "-c", script], env=os.environ | state, text=True)
     assert shown == "7.server a 'b'\n"
+
+
+def test_no_other_file_names_a_schedulers_variables_or_commands():
+    commands = "sbatch|squeue|scancel|scontrol|qsub|qstat|qdel|qsig|qrerun"
+    name = re.compile(rf"\b(SLURMD?_[A-Z]\w*|PBS_[A-Z]\w*|{commands})\b")
+    package = Path(allocation.__file__).parent.parent
+    found = {
+        (str(path.relative_to(package)), match[0])
+        for path in package.rglob("*.py")
+        if path.parent.name != "schedulers"
+        for match in name.finditer(path.read_text())
+    }
+    assert found == set()

@@ -375,6 +375,7 @@ def test_the_memory_of_a_host(tmp_path, monkeypatch):
     for asked, line in ((5, "--mem=20G"), (0, "")):
         options = header(script_of(recipe, Site(gpus_per_node=4, memory_per_rank=asked)))
         assert [text for text in options if "--mem" in text] == [line] * bool(line)
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
 
 
 def trained_recipe(script: Path) -> Recipe:

@@ -54,7 +54,7 @@ def test_a_process_outlives_the_thread_that_started_it_but_not_the_process() -> 
     words = [sys.executable, "-c", PARENT]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
-        time.sleep(1.0)
+        time.sleep(0.3)
         assert not gone(child)
         parent.kill()
     wait_for(lambda: gone(child))
