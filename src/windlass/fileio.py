@@ -246,7 +246,7 @@ def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
             return None
         file.close()
     file.truncate(0)
-    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
 
@@ -261,12 +261,12 @@ def lock_held(path: Path) -> bool | None:
     try:
         with path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes
-            holder = dict(json.loads(file.read()))
+            holder = file.read()
     except BlockingIOError:
         return True
-    except (OSError, TypeError, ValueError):
+    except OSError:
         return None
-    return False if holder.get("host") == socket.gethostname() else None
+    return False if holder.endswith(f" on {socket.gethostname()}") else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Run:
         run = Run(path)
         if not run.exists:
             problem = f"{path} is not a run directory: it lacks recipe.toml"
-            raise UserError(f"{problem}; runs lie in runs/ by default")
+            raise UserError(f"{problem}; `windlass runs DIR` lists the runs in a directory")
         return run
 
     @property

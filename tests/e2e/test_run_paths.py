@@ -50,6 +50,12 @@ def test_a_run_is_at_the_path_that_the_user_gave(project, tmp_path, monkeypatch)
     assert plan(link).run_dir == str(link) and list_checkpoints(link).run == link
     assert evaluate(link, ["loss"], {"data.val_fraction": 0.1}).path.is_relative_to(link)
     assert Recipe.load(link / "recipe.toml").run_dir == link
+    for weights in (moved, f"{link}@8"):  # the weights would move with the old run
+        with refused("model.init_from", "fresh=True", "run.dir"):
+            train(Recipe.load(link, {"model.init_from": str(weights)}), fresh=True)
+    with monkeypatch.context() as patch, refused("fresh=True", str(moved), "another"):
+        patch.chdir(moved)
+        train(".", fresh=True)
     fresh = train(str(link), fresh=True)
     assert fresh.path == link and (tmp_path / "link.old-1").resolve() == moved
     branch = Recipe.load(moved, {"run.dir": str(tmp_path / "branch"), "train.steps": 12})

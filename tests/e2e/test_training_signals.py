@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -238,15 +239,22 @@ def test_a_second_interrupt_of_one_process_ends_it_at_once():
 
 
 @pytest.mark.parametrize(
-    ("takes", "every", "saves"), [(50.0, 3, [3, 5]), (70.0, 3, [3]), (70.0, 100, [])]
+    ("name", "grace", "takes", "every", "saves"),
+    [
+        ("SIGTERM", 60, 50.0, 3, [3, 5]),
+        ("SIGTERM", 60, 70.0, 3, [3]),
+        ("SIGTERM", 60, 70.0, 100, []),
+        ("SIGINT", 60, 70.0, 3, [3, 5]),  # a person waits
+        ("SIGTERM", 0.1, 70.0, 3, [3, 5]),  # after the grace nothing has killed the run
+    ],
 )
 def test_save_is_begun_only_where_grace_allows_it(
-    corpus, tmp_path, monkeypatch, capsys, takes, every, saves
+    corpus, tmp_path, monkeypatch, name, grace, takes, every, saves
 ):
-    """60 s of grace, against the measured time of the last save. If it is too short, a restart can
-    resume from the newest checkpoint, if there is one.
+    """Against the measured time of the last save. If the grace is too short, a restart can resume
+    from the newest checkpoint, if there is one.
     """
-    more = {"checkpoint.grace_seconds": 60, "eval.every": 0, "checkpoint.background": "false"}
+    more = {"checkpoint.grace_seconds": grace, "eval.every": 0, "checkpoint.background": "false"}
     more |= {"checkpoint.every": every}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     monkeypatch.setattr(
@@ -258,14 +266,15 @@ def test_save_is_begun_only_where_grace_allows_it(
 
     def stop(now: Any) -> None:
         if now.step == 4:  # all ranks act on it one step later
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), getattr(signal, name))
+            time.sleep(0.2)
 
     saved, lost = 5 in saves, 5 - max(saves, default=0)
     words = () if saved else ("70 s", f"{lost} steps lost", "checkpoint.every")
     with refused(*words, error=Stopped if saves else RunFailed):
         train(recipe, callbacks=[each_step(stop)])
     assert sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*")) == saves
-    assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [saved]
+    assert [e["saved"] for e in run.events if e["event"] in ("preempted", "stopped")] == [saved]
     assert train(recipe).state == "finished"
 
 

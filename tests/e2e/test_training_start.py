@@ -182,6 +182,8 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
         train(recipe, branch_from=f"{origin.path}@6")
     with refused("step-00000006", "run.dir"):
         train(recipe, branch_from=f"{origin.path}@3")
+    with refused("a branch is a new run", "run.dir"):
+        train(origin.recipe.replace("train.steps=9"), branch_from=f"{origin.path}@6")
     run = train(recipe)
     assert starts(run) == [("resumed", 6)] and same(run, whole, 9)
 
@@ -278,7 +280,7 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
         run.heartbeat_path.unlink()  # its lock alone tells
         assert run.alive and run.state == "running"
         monkeypatch.setattr(directory, "LOCK_WAIT_SECONDS", 0.2)
-        with refused(str(living.pid)):
+        with refused(f"(process {living.pid} on "):
             directory.acquire_run_lock(run.path)
         with refused(str(living.pid)):
             train(recipe, fresh=True)

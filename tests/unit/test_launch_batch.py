@@ -405,6 +405,10 @@ def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(tmp_path, monke
         (tmp_path / "run" / name).touch()
     assert not resolve_start(recipe).resuming
     assert submitted(0.9).optim.lr == 0.9
+    # a run of another recipe, which the job would reject after its time in the queue
+    (tmp_path / "run" / "recipe.toml").write_text(recipe.toml())
+    words = ("submit", "mine.toml", "run.dir=run", "parallel.device=cpu", "--scheduler", "pbs")
+    assert "optim.lr: 0.002 -> 0.5" in windlass(*words, cwd=tmp_path, code=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,8 @@ def submit(
     from windlass.recipe import Recipe
     from windlass.study.jobs import submit_study
     from windlass.study.study import Study
+    from windlass.training.api import say_finished
+    from windlass.training.start import resolve_start
 
     directory = Path(recipe)
     if cancel:
@@ -147,7 +149,12 @@ def submit(
     both: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
     both |= {"dry_run": dry_run}
     if not Study.is_study(recipe):
-        done = [submit_run(Recipe.load(recipe, overrides), **both)]
+        loaded = Recipe.load(recipe, overrides)
+        start = resolve_start(loaded)  # a job would be rejected after its time in the queue
+        if start.finished:
+            say_finished(start)
+            return errors.DONE
+        done = [submit_run(loaded, **both)]
         directory = done[0].directory
     elif overrides:
         problem = f"{recipe} is a study, whose cells have their settings"

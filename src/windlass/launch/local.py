@@ -177,8 +177,10 @@ class Group:
                             preexec_fn=preexec,  # noqa: PLW1509
                         )
                     except OSError as error:
-                        why = f"{self.command[0]}: {error}"
-                        raise errors.UserError(f"rank {rank} cannot be started: {why}") from None
+                        why = f"{self.command[0]} cannot be started: {error.strerror}"
+                        raise errors.UserError(
+                            f"rank {rank}: {why}; name another program"
+                        ) from None
                 self.workers.append(Worker(rank, process, output))
 
     def _forward(self, number: int) -> None:

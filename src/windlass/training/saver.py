@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -124,7 +125,7 @@ class Saver(Writer):
         """Save within the grace; raise Stopped after a signal, else return False.
 
         If the grace is too short, a restart resumes from the newest checkpoint; without one the run
-        has failed.
+        has failed. After the grace, outside a batch job, nothing has killed the run, so it saves.
         """
         step, recorder = self.state.step, self.recorder
         since = time.monotonic() - stop.received_at if stop.requested else 0.0
@@ -140,9 +141,12 @@ class Saver(Writer):
             if self.busy:
                 needed += max(0.0, last - (time.monotonic() - self.began))
         # From a signal to the end of the run: the setting's, or more in a batch job.
-        grace = max(self.grace, job_grace())
-        needed, grace = self.ranks.broadcast_object("needed", (needed, grace))
-        left = grace - max(seconds)
+        needed, in_job = self.ranks.broadcast_object("needed", (needed, job_grace()))
+        left = max(self.grace, in_job) - max(seconds)
+        # After Ctrl-C nobody kills the run, unless torchrun does.
+        by_hand = {*names} <= {"", "SIGINT"} and self.ranks.env.launcher in ("none", "windlass")
+        if not in_job and (by_hand or left < 0):
+            left = math.inf
         end = time.monotonic() + left
         if signalled and needed > left:
             self.finish(max(0.0, left))  # a save in progress may still be committed
@@ -151,7 +155,7 @@ class Saver(Writer):
             lost = f"{plural(step - newest, 'step')} lost (checkpoint.every)"
             text = (
                 f"stopped by {reason} at step {step}: a save takes about {needed:.0f} s and only "
-                f"{left:.0f} s are left (checkpoint.grace_seconds); {lost}"
+                f"{max(0.0, left):.0f} s are left (checkpoint.grace_seconds); {lost}"
             )
             if not newest:
                 raise RunFailed(text)

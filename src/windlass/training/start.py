@@ -77,6 +77,8 @@ def resolve_start(
         option = argument("branch_from", branch_from)
         raise UserError(f"{option}: write RUN@STEP or RUN@best, as runs/quickstart-1a2b3c4d@300")
     run = Run(recipe.run_dir)
+    if branch_from and Path(branch_from.rpartition("@")[0]).resolve() == run.path.resolve():
+        raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
     if run.exists:
         restarted = is_restart(run, os.environ)
         if restarted or not fresh:
@@ -94,12 +96,14 @@ def continue_run(
         recipe = recipe.replace({"train.steps": length})
     longer = f"{argument('extend_to', 'STEPS')}, {argument('stop_at', 'STEP')}"
     rename = f"{argument('fresh')} to rename the old run"
+    branch = argument("branch_from", f"{run.path}@STEP")
     refuse_changes(
         f"{run.path} holds a run of another recipe:",
         run.recipe,
         recipe,
         allowed=("train.steps",) if extends_from else (),
-        advice=f"undo them, give another run.dir, or {rename}; for other steps {longer}",
+        advice=f"undo them, give another run.dir (as a branch: {branch}), or {rename}; for other "
+        f"steps {longer}",
     )
     if branch_from:
         check_same_branch(run, branch_from)
@@ -120,6 +124,9 @@ def begin_run(
     recipe: Recipe, run: Run, fresh: bool, extend_to: int | str, branch_from: str
 ) -> Start:
     """The start of a new run: at step 0, or from a checkpoint of another run."""
+    if fresh and run.path.name in ("", ".."):  # after the rename `.` is still the old directory
+        problem = f"{argument('fresh')} renames {run.path.resolve()}, the directory of this shell"
+        raise UserError(f"{problem}: start from another one")
     left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
     if not all(LEFT_OVER.fullmatch(entry.name) for entry in left_over):
         advice = f"give another run.dir, or {argument('fresh')} to rename it"
@@ -134,7 +141,7 @@ def begin_run(
         problem = f"checkpoint.resume: a new {run.path} will lack step {resume}"
         raise UserError(f"{problem}; leave it or {argument('fresh')} out")
     if recipe.model.init_from:
-        check_init_from(recipe.model.init_from)
+        check_init_from(recipe.model.init_from, run.path if fresh else None)
     return Start(recipe, run, fresh=fresh)
 
 
@@ -198,8 +205,6 @@ def branch_checkpoint(recipe: Recipe, branch_from: str) -> Path:
     """The checkpoint from which a new run of this recipe branches."""
     origin_path, _, which = branch_from.rpartition("@")
     origin = Run.open(origin_path)
-    if origin.path.resolve() == recipe.run_dir.resolve():
-        raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
     paths = candidates(origin.path, which)
     if not paths:
         raise UserError(f"{origin.path} holds no checkpoint yet")
@@ -230,9 +235,9 @@ def refuse_changes(
         raise UserError("\n".join([problem, *changes, advice]))
 
 
-def check_init_from(name: str) -> None:
-    """Raise UserError if `model.init_from` is not an adapter or a run with a checkpoint. The load
-    looks for damage and compares the settings."""
+def check_init_from(name: str, renamed: Path | None) -> None:
+    """Raise UserError if `model.init_from` is not an adapter or a run with a checkpoint, or in the
+    directory that `--fresh` renames. The load looks for damage and compares the settings."""
     path = Path(name).expanduser()
     is_run = Run(path).exists
     if (path / "adapter_config.json").is_file() and not is_run:
@@ -241,7 +246,9 @@ def check_init_from(name: str) -> None:
         if name.startswith("hf:") or ((path / "config.json").is_file() and not is_run):
             trained = f"model.kind=hf model.name={name.removeprefix('hf:')}"
             raise UserError(f"it is a model of transformers, which {trained} trains")
-        named_candidates(name)
+        checkpoint = named_candidates(name)[0].resolve()
+        if renamed and checkpoint.is_relative_to(renamed.resolve()):
+            raise UserError(f"{argument('fresh')} renames this directory; give another run.dir")
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None
 
