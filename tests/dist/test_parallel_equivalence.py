@@ -76,7 +76,7 @@ STAGES = {
     2: [in_stages("ddp"), in_stages("full_shard")],
     4: [
         in_stages("shard_optim"),
-        *(in_stages(strategy) for strategy in ("shard_grad_op", "hybrid_shard")),
+        in_stages("hybrid_shard"),
         in_stages("ddp", pipeline=4),
         in_stages("shard_optim", tensor=2),
         in_stages("full_shard", context=2),
@@ -87,7 +87,7 @@ TRAININGS: dict[str, tuple[dict[str, Any], dict[int, list[Cell]]]] = {
         {},
         {
             2: [on(strategy, number) for strategy in STRATEGIES for number in (1, 4)],
-            4: [*EVERY, on("hybrid_shard")],
+            4: [on("full_shard"), on("hybrid_shard")],
         },
     ),
     "settings of parallel": (
@@ -162,7 +162,7 @@ BESIDE_ONE_PROCESS: dict[str, tuple[dict[str, Any], dict[int, list[Cell]]]] = {
     "one row, other": (NEW | ONE_ROW, {4: [on("full_shard", **layout) for layout in FOUR]}),
     "muon": (
         NEW | {"optim__kind": "muon"},
-        {4: [on(s, **how) for s in ("shard_optim", "full_shard") for how in ({"tensor": 2}, {})]},
+        {4: [on(strategy, tensor=2) for strategy in ("shard_optim", "full_shard")]},
     ),
 }
 # More than one data rank in each layout.
@@ -279,8 +279,7 @@ def test_rows_of_several_documents(model, shortest, monkeypatch):
     monkeypatch.setattr(equivalence, "rows", Documents)
     monkeypatch.setattr("windlass.model.attention.MASKED_TOKENS", shortest)
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
-    layouts = [*FOUR[1:3], {"context": 2}]
-    cells = [on("full_shard", **layout) for layout in layouts] + [on("ddp", pipeline=2)]
+    cells = [on("full_shard", **FOUR[1]), on("full_shard", context=2), on("ddp", pipeline=2)]
     check(4, [("documents", settings(world=4, **model | cell), wanted) for cell in cells])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import hf_fixtures
 from forked import launch
-from helpers import command
+from helpers import command, curve
 from windlass.evaluation.squad import score
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -18,8 +18,7 @@ from windlass.run import Run
 pytestmark = pytest.mark.dist
 PLACES = ["Orly", "Brest", "Cork", "Vigo", "Bari", "Kiel"]
 PEOPLE = ["Ann Hale", "Otto Roth", "Ines Vidal", "Paul Crane", "Mia Lund", "Jan Bakker"]
-
-
+DDP = {"parallel__strategy": "ddp"}
 UNSORTED = {"parallel__strategy": "full_shard", "data__length_buckets": False}
 
 
@@ -71,18 +70,15 @@ def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
 
 
 def trained(wanted: Recipe, world: int) -> Run:
-    """The run, trained by forked ranks: the libraries are imported once, here."""
+    """The run, trained once, by forked ranks: the libraries are imported here."""
     import peft  # noqa: F401
     import transformers.models.bloom.modeling_bloom  # noqa: F401
 
-    path = wanted.run_dir.with_suffix(".toml")
-    path.write_text(wanted.toml(), encoding="utf-8")
-    assert launch(command("train", path), world) == 0
-    return Run(wanted.run_dir)
-
-
-def curve(run: Run) -> list[tuple[float, float]]:
-    return [(line["loss"], line["grad_norm"]) for line in run.lines("train")]
+    if not (run := Run(wanted.run_dir)).exists:
+        path = wanted.run_dir.with_suffix(".toml")
+        path.write_text(wanted.toml(), encoding="utf-8")
+        assert launch(command("train", path), world) == 0
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +102,18 @@ def test_work_is_counted_in_tokens_without_padding_and_those_in_the_loss_apart(l
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
-        (2, {"parallel__strategy": "ddp"}),
-        (2, {"parallel__strategy": "full_shard"}),
-        (2, {"parallel__strategy": "shard_grad_op", "parallel__activation_checkpointing": "full"}),
+        (2, DDP),
+        (2, {"parallel__strategy": "full_shard", "parallel__activation_checkpointing": "full"}),
+        pytest.param(2, {"parallel__strategy": "shard_grad_op"}, marks=pytest.mark.full),
         pytest.param(4, {"parallel__strategy": "hybrid_shard"}, marks=pytest.mark.full),
         pytest.param(2, UNSORTED, marks=pytest.mark.full),
     ],
 )
 def test_every_strategy_has_the_losses_of_one_process(lesson, alone, world, changes):
     run = trained(recipe(lesson, "-".join(map(str, [world, *changes.values()])), **changes), world)
-    assert len(curve(run)) == 4
-    for (loss, norm), expected in zip(curve(run), curve(alone), strict=True):
+    curves = [curve(one, "loss", "grad_norm") for one in (run, alone)]
+    assert len(curves[0]) == 4
+    for (_, loss, norm), (_, *expected) in zip(*curves, strict=True):
         assert loss == pytest.approx(expected[0], rel=1e-5)
         assert norm == pytest.approx(expected[1], rel=1e-4)
     for line, expected in zip(run.lines("eval"), alone.lines("eval"), strict=True):
@@ -140,8 +137,8 @@ def test_the_answers_of_each_evaluation_are_kept(lesson):
     tree = json.loads((lesson / "few.json").read_text())
     questions = [q for part in tree["data"][0]["paragraphs"] for q in part["qas"]]
     references = {q["id"]: [a["text"] for a in q["answers"]] for q in questions}
-    run = trained(recipe(lesson, "answers", eval__every=2, parallel__strategy="ddp"), 2)
-    names = [f"squad-predictions-step-{step:08d}.json" for step in (0, 2, 4)]
+    run = trained(recipe(lesson, "2-ddp", **DDP), 2)
+    names = [f"squad-predictions-step-{step:08d}.json" for step in (0, 4)]
     assert sorted(p.name for p in (run.path / "eval").iterdir()) == names
     for name, line in zip(names, run.lines("eval", suite="squad"), strict=True):
         predictions = json.loads((run.path / "eval" / name).read_text(encoding="utf-8"))

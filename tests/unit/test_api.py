@@ -79,7 +79,7 @@ def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     same = {"device": "cpu", "max_tokens": 4}
     assert windlass.generate(run, "the ", 2, **same) == texts
     assert windlass.generate(run, "the ", **same) == texts[0]
-    assert windlass.report(run).page.read_text().startswith("<!doctype html>")
+    assert windlass.report(run, plots=False).page.read_text().startswith("<!doctype html>")
     assert windlass.plan(recipe).world == 1
     tokens = torch.from_numpy(prepared.tokenizer.encode("the "))[None]
     logits = windlass.load_model(f"{run.path}@best", device="cpu")(tokens)
