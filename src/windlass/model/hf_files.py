@@ -146,17 +146,16 @@ def fill_from_seed(
         raise UserError(f"model.from_scratch: {problem}")
 
 
-def stored_precision(model: Any, download: bool = False) -> str:
+def stored_precision(model: Any) -> str:
     """How an `HfModel`'s files hold most of its numbers: `bf16`, `fp16` or `fp32`.
 
-    If the files are not here, as for a plan, config.json decides, unless `download`.
+    If the files are not here, as for a plan, config.json decides.
     """
     folder: Path = model.directory
     if record := read_json(folder / RECORD):
         return str(record["precision"])
     if model.settings.from_scratch:
         return "fp32"
-    folder = weights_directory(model) if download else folder
     numbers = Counter[str]()
     if all((folder / file).is_file() for file in hub.weight_files(folder)):
         for name, file in WeightFiles(folder).files.items():
@@ -187,7 +186,7 @@ def describe_origin(model: Any) -> dict[str, str]:
 def save_origin(model: Any, run: Path) -> None:
     """Copy an `HfModel`'s configuration, code and tokenizer into its run, all or none."""
     folder = run / FOLDER
-    if model.directory == folder or read_json(folder / RECORD):
+    if model.directory == folder:
         return
     partial = run / f".{FOLDER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
