@@ -58,8 +58,7 @@ class Network:
     ):
         """Raises UserError if the model cannot be saved, or lacks a row for some token.
 
-        `module`: the user's. `run`: of a resume, with the configuration of a model of
-        `transformers`.
+        `module`: the user's. `run`: of a resume, with the origin of a model of `transformers`.
         """
         self.recipe, self.ranks, self.is_own = recipe, ranks, module is not None
         if module is None:
