@@ -43,6 +43,7 @@ def test_a_run_resumes_and_is_used_where_its_base_is_gone(base):
     train(halves, stop_at=2)
     digest = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()
     origin = {"name": str(base), "revision": "", "commit": "", "config_sha256": digest}
+    origin |= {"precision": "fp32"}
     assert Run(halves.run_dir).environment["model"] == origin
     shutil.rmtree(base)
     train(halves)

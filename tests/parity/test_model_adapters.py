@@ -151,6 +151,22 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
             find_source(str(adapter))
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own
+def test_adapters_of_routers_and_fused_experts_are_read_back(tmp_path: Path) -> None:
+    base_of(tmp_path, "mixtral", num_experts_per_tok=2, num_local_experts=4)
+    recipe = recipe_of(tmp_path, lora={"rank": 4}).replace("optim.lr=1e-2")
+    run = train(recipe)
+    _, adapter = check_exports(recipe, moved=1e-3)
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    assert settings["target_parameters"] and settings["rank_pattern"]
+    further = recipe_of(tmp_path, "further", lora={"rank": 4}, init_from=str(adapter))
+    assert distance(begun(further), run.path) < 1e-5
+    settings["alpha_pattern"] = dict.fromkeys(settings["alpha_pattern"], 1)
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with refused("alpha_pattern", "merge_and_unload"):
+        find_source(str(adapter))
+
+
 @pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "q_proj"]])
 def test_an_adapter_on_a_tied_head_or_embedding_changes_one_use(
     targets: list[str], tmp_path: Path
@@ -242,7 +258,7 @@ def test_an_adapter_that_unties_what_its_base_ties_is_refused(tmp_path: Path) ->
 
 @pytest.mark.dist
 def test_an_adapter_is_trained_further_or_merged_first(tmp_path: Path) -> None:
-    """An adapter of `peft`, of a run, of an export, and sharded over two ranks."""
+    """An adapter of `peft`, of a run, of an export, and divided over two ranks."""
     base, first = base_of(tmp_path), tmp_path / "first"
     torch.manual_seed(1)
     lora = {"targets": ["q_proj", "up_proj"], "modules_to_save": ["lm_head"]}
@@ -262,9 +278,15 @@ def test_an_adapter_is_trained_further_or_merged_first(tmp_path: Path) -> None:
     with refused("already"):
         export(first, tmp_path / "no", adapter=True)
 
-    run = check_resume(recipe)
-    shards = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
-    assert losses(train_on_ranks(shards)) == pytest.approx(losses(run), rel=1e-5)
+    with refused(f"model.name={base}", "model.init_from"):
+        build_model(recipe.replace(f"model.name={first}"), 0)
+    with refused("model.lora.rank=4"):
+        train(recipe.replace("model.lora.rank=2"))
+    run = check_resume(recipe)  # in the directory of the start that was refused
+    for how in ("strategy=full_shard", "tensor=2"):
+        two = train_on_ranks(recipe.replace(f"parallel.{how}", f"run.dir={tmp_path}/{how}"))
+        assert losses(two) == pytest.approx(losses(run), rel=1e-5), how
+    assert distance(two.path, run.path) < 1e-4  # opened without ranks
     _, second = check_exports(recipe, moved=1e-3)
     assert distance(run.path, expected) > 1e-3
     for origin in (run.path, second):

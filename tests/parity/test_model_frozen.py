@@ -181,3 +181,6 @@ def test_a_run_learns_as_in_float32_and_is_exported(tmp_path: Path) -> None:
     assert low == pytest.approx(whole, rel=1e-3) and low[-1] < low[0]
     merged = plain(export(recipe.run_dir, tmp_path / "out"))
     assert distance(merged, recipe.run_dir) < 0.2
+    # `peft` alone would add the adapters in bf16
+    exact = plain(export(recipe.run_dir, tmp_path / "exact", dtype="fp32"))
+    assert distance(exact, recipe.run_dir) < 2e-5

@@ -130,12 +130,9 @@ def cells() -> list[tuple[int, str, str, float]]:
     return found
 
 
+@pytest.mark.full  # a pass with fake tensors takes up to 20 s
 @pytest.mark.parametrize(
-    ("model", "method"),
-    [
-        pytest.param(model, method, marks=[pytest.mark.full] * (model != "1.7B"))
-        for model, method in dict.fromkeys((m, how) for _, m, how, _ in cells())
-    ],
+    ("model", "method"), dict.fromkeys((model, method) for _, model, method, _ in cells())
 )
 def test_the_guides_table_of_cards_is_planned(model, method, tmp_path):
     """Qwen3's shapes, whose files are in bf16."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import tomli_w
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windlass import hub
 from windlass.checkpoint.format import MODEL, Checkpoint
@@ -152,24 +152,28 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     first, last = (getattr(end, "weight", None) for end in ends)
     if first is last and any(hasattr(end, "get_base_layer") for end in ends):
         head = ends[1].get_base_layer() if hasattr(ends[1], "get_base_layer") else ends[1]
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        head.weight = nn.Parameter(head.weight.detach().clone())
         for config in (network.config, network.config.get_text_config()):
             config.tie_word_embeddings = False
-    # Adapters of two parameters of one module are nested: the inner one first.
-    for name, layer in reversed(list(network.named_modules())):
-        if hasattr(layer, "get_base_layer"):  # adapted
-            layer.merge()
-            network.set_submodule(name, layer.get_base_layer())
-    base = read_json(model.directory / "config.json")
-    if dtype == "auto":
-        dtype = hf_files.stored_precision(model)
-    wanted = getattr(torch, DTYPES[dtype])
+    wanted = getattr(torch, DTYPES[hf_files.stored_precision(model) if dtype == "auto" else dtype])
     exact = set(getattr(network, "_keep_in_fp32_modules_strict", None) or ())
     if wanted == torch.float16:
         exact |= set(getattr(network, "_keep_in_fp32_modules", None) or ())
-    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        if tensor.is_floating_point() and not any(part in name for part in exact):
-            tensor.data = tensor.data.to(wanted)
+
+    def cast(module: nn.Module, prefix: str = "") -> None:
+        for name, tensor in (*module.named_parameters(prefix), *module.named_buffers(prefix)):
+            if tensor.is_floating_point() and not any(part in name for part in exact):
+                tensor.data = tensor.data.to(wanted)
+
+    # Adapters of two parameters of one module are nested: the inner one first.
+    for name, layer in reversed(list(network.named_modules())):
+        if hasattr(layer, "get_base_layer"):  # adapted
+            whole = layer.get_base_layer().float()  # `peft` adds in the base's precision
+            layer.merge()
+            network.set_submodule(name, whole)
+            cast(whole, name)  # at once, so that few matrices are in float32
+    cast(network)
+    base = read_json(model.directory / "config.json")
     parts = [getattr(network.config, name, None) for name in network.config.sub_configs]
     for part in (network.config, *filter(None, parts)):
         part.dtype = wanted

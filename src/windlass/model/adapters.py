@@ -29,6 +29,12 @@ UNLIKE_OURS = (
     *("use_dora", "use_rslora"),
 )
 """Entries of an adapter's configuration that change its result and that `model.lora` lacks."""
+EXPERTS = {
+    "gate_up_proj": ("w1", "w3", "gate_proj", "up_proj"),
+    "down_proj": ("w2", "down_proj"),
+    "gate.weight": ("gate",),
+}
+"""The parameters of experts and routers that `peft` adapts, and the targets from which it does."""
 BASE_KEPT = ("true", "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` with which `peft` does not change the base's weights."""
 
@@ -102,6 +108,12 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
     plain = {"peft_type": "LORA", "bias": "none"}
     unlike = [key for key in UNLIKE_OURS if config.get(key)]
     unlike += [key for key, value in plain.items() if config.get(key, value) != value]
+    # For fused experts `peft` itself writes patterns, which leave the scale alpha / r as it is.
+    experts = config.get("target_parameters") or []
+    ranks, alphas = (config.get(f"{key}_pattern") or {} for key in ("rank", "alpha"))
+    scaled = {key: rank * config["lora_alpha"] / config["r"] for key, rank in ranks.items()}
+    if set(experts) <= set(EXPERTS) and alphas == scaled:
+        unlike = [key for key in unlike if not key.startswith(("target_", "rank_", "alpha_"))]
     initial = str(config.get("init_lora_weights") or True).lower()
     if initial not in BASE_KEPT:
         unlike.append(f"init_lora_weights = {initial}")
@@ -112,6 +124,9 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
     # The tensors in the file say which modules have adapters, and which are whole.
     names = [name.removeprefix(PREFIX) for name in WeightFiles(directory, WEIGHTS).files]
     whole = [name for name in names if ".lora_" not in name and ".base_layer." not in name]
+    targets = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+    if experts:
+        targets = {*config["target_modules"], *(old for key in experts for old in EXPERTS[key])}
     return {
         "kind": "hf",
         "name": config["base_model_name_or_path"],
@@ -120,7 +135,7 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
             "rank": config["r"],
             "alpha": config["lora_alpha"],
             "dropout": config.get("lora_dropout") or 0.0,
-            "targets": sorted({n.partition(".lora_")[0] for n in names if ".lora_" in n}),
+            "targets": sorted(targets),
             "modules_to_save": sorted({name.rpartition(".")[0] for name in whole}),
         },
     }

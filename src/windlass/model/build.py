@@ -42,8 +42,7 @@ def build_model(
         freeze(model.model, recipe.model.freeze)
         precision: str = recipe.model.frozen_precision
         if precision == "auto":
-            needs_files = run is not None and not recipe.model.init_from
-            precision = stored_precision(model, download=needs_files)
+            precision = stored_precision(model)
         if precision == "bf16":
             lower_frozen(model.model)
     else:

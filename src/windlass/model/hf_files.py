@@ -146,19 +146,21 @@ def fill_from_seed(
         raise UserError(f"model.from_scratch: {problem}")
 
 
-def stored_precision(model: Any, download: bool = False) -> str:
+def has_weights(folder: Path) -> bool:
+    return all((folder / file).is_file() for file in hub.weight_files(folder))
+
+
+def stored_precision(model: Any) -> str:
     """How an `HfModel`'s files hold most of its numbers: `bf16`, `fp16` or `fp32`.
 
-    If the files are not here, as for a plan, config.json decides, unless `download`.
+    If the files are not here, as for a plan, config.json decides.
     """
-    folder: Path = model.directory
+    folder, numbers = model.directory, Counter[str]()
     if record := read_json(folder / RECORD):
         return str(record["precision"])
     if model.settings.from_scratch:
         return "fp32"
-    folder = weights_directory(model) if download else folder
-    numbers = Counter[str]()
-    if all((folder / file).is_file() for file in hub.weight_files(folder)):
+    if has_weights(folder):
         for name, file in WeightFiles(folder).files.items():
             stored = file.get_slice(name)
             numbers[stored.get_dtype()] += math.prod(stored.get_shape())
@@ -187,7 +189,7 @@ def describe_origin(model: Any) -> dict[str, str]:
 def save_origin(model: Any, run: Path) -> None:
     """Copy an `HfModel`'s configuration, code and tokenizer into its run, all or none."""
     folder = run / FOLDER
-    if model.directory == folder or read_json(folder / RECORD):
+    if model.directory == folder:
         return
     partial = run / f".{FOLDER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -209,8 +211,7 @@ def saved_origin(run: Path, settings: ModelSettings) -> Path | None:
 def weights_directory(model: Any) -> Path:
     """The directory of an `HfModel`'s weights; UserError if its configuration has changed."""
     folder: Path = model.directory
-    files = [] if read_json(folder / RECORD) else hub.weight_files(folder)
-    if files and all((folder / file).is_file() for file in files):
+    if has_weights(folder):
         return folder
     origin = describe_origin(model)
     directory = hub.directory(origin["name"], origin["commit"] or origin["revision"], weights=True)

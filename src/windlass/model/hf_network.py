@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError, first_line, require
+from windlass.fileio import read_json
 from windlass.model.loss import cap_of_logits
 from windlass.recipe.network import ModelSettings
 
@@ -30,6 +31,11 @@ def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
     for package in ("transformers", "accelerate"):
         require(package, what)
+    adapter = read_json(directory / "adapter_config.json")
+    if adapter and not (directory / "config.json").is_file():
+        base = adapter.get("base_model_name_or_path")
+        advice = f"write model.name={base}, and the adapter's directory as model.init_from"
+        raise UserError(f"{what} is an adapter: {advice}")
     try:
         from accelerate import init_empty_weights  # peft needs it, so windlass-lm[hf] brings it
         from transformers import AutoConfig, AutoModelForCausalLM

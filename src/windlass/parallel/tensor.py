@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from windlass.model.gpt import GPT
 from windlass.model.hf_network import SHARED, tensor_plan
 from windlass.model.loss import VocabShard
-from windlass.model.quantised import product_dtype, raised
+from windlass.model.quantised import FrozenProduct, product_dtype, raised
 from windlass.model.sharding import Cut, Peers, add_mixin
 from windlass.parallel.collectives import Copy, Gather, Scatter, Sum, gather
 from windlass.parallel.context import DividedBlock, DividedGPT
@@ -96,7 +96,10 @@ class RowParallel(DividedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         module: Any = self
-        y = self.reduce_output(F.linear(x, raised(module.weight, x)))
+        weight, x = module.weight, x.to(product_dtype(x))
+        trained = weight.requires_grad
+        y = F.linear(x, raised(weight, x)) if trained else FrozenProduct.apply(x, weight.to)
+        y = self.reduce_output(y)
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
 

@@ -102,8 +102,8 @@ class ModelSettings(Section):
     freeze: Annotated[list[str], Names] = []
     """Frozen parameters: patterns of names, as `"embedding.*"` or (`hf`) `"model.layers.0.*"`."""
     frozen_precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """With `hf`: how frozen matrices are held; `auto`: bf16 if most of the model's files is in
-    bf16. Trained weights are fp32."""
+    """With `hf`: how frozen matrices are held; `auto`: bf16 if most numbers in the model's files
+    are bf16. Trained weights are fp32."""
     neftune_alpha: float = Field(0.0, ge=0)
     """With `hf`: noise on the embedded tokens in training, uniform up to this / sqrt(length x
     width) (NEFTune, arXiv 2310.05914); 0: none."""

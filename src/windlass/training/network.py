@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from windlass import hub
 from windlass.checkpoint.format import Checkpoint
 from windlass.checkpoint.state_dict import named_state
 from windlass.data.batch import Samples, masks_documents
@@ -57,10 +58,13 @@ class Network:
     ):
         """Raises UserError if the model cannot be saved, or lacks a row for some token.
 
-        `module`: the user's. `run`: may hold the configuration of a model of `transformers`.
+        `module`: the user's. `run`: of a resume, with the origin of a model of `transformers`.
         """
         self.recipe, self.ranks, self.is_own = recipe, ranks, module is not None
         if module is None:
+            m = recipe.model
+            if m.kind == "hf" and run is None and not (m.from_scratch or m.init_from):
+                hub.directory(m.name, m.revision, weights=True)  # `build_model` looks at the files
             model = build_model(recipe, data.vocab, run=run)
             if recipe.model.kernels == "liger":
                 use_liger(model, ranks.device, stack)

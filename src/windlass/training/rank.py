@@ -92,7 +92,7 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
     horizon = horizon_of(recipe, data, is_own)
 
     # The model without values, so that most bad input is found before the directory changes.
-    origin = None if start.fresh else run.path
+    origin = run.path if start.resuming else None
     network = Network(recipe, ranks, data, horizon.steps, stack, user.model, origin)
     check_prompt(recipe, network.model, data.tokenizer)
 

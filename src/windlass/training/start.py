@@ -42,6 +42,7 @@ BRANCHES = (
 # begin beside them.
 LEFT_OVER = re.compile(
     rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
+    r"|origin|\.origin\.partial"
     r"|submit\.(sh|toml)|job(-.*)?\.json|\.(open|ends)-.*|.*\.(out|OU)"
 )
 
