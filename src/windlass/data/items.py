@@ -38,7 +38,7 @@ TO_JSON = "write one object a line (.jsonl), or one array (.json)"
 
 
 class Item(NamedTuple):
-    """A document, a block of a long one, or the reason why it cannot be read."""
+    """A document, a part of a long one, or the reason why it cannot be read."""
 
     place: str  # file and line, for messages
     # str: a text; None: null in place of a text; dict: a record; bytes: a record as JSON, which
@@ -46,6 +46,10 @@ class Item(NamedTuple):
     value: Any
     more: bool = False  # the next item continues this text
     fraction: float = 0.0  # of the source read so far; 0: unknown
+    # of `parts_of`
+    number: int = 0  # of the document in its source
+    continues: bool = False  # the text of the item before
+    digest: int = 0  # hash of the whole text, in its last part
 
 
 def text_of(item: Item, spec: SourceSpec) -> str:
