@@ -280,6 +280,8 @@ def test_a_separator_divides_a_text_file_and_a_note_names_it(tmp_path):
         assert read(path, start, separator=mark) == stories[start:]
     path.write_text("a\nb\n\nc\r\n")
     assert read(path, separator="\n") == ["a", "b", "c"]
+    path.write_text("a--b -")
+    assert read(path, separator="--") == ["a", "b -"]
     # a mark at each place near the edge of the pieces that are read
     for count in range((1 << 18) - 15, (1 << 18) + 3):
         path.write_text("x" * count + mark + "y")

@@ -33,7 +33,7 @@ SHAPES = {
     "Alpaca": ["instruction", "output"],
 }
 CONVERSATION_KEYS = {keys[0] for keys in SHAPES.values()}
-TO_UTF8 = "convert it to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW (of Windows -f utf-16 or cp1252)"
+TO_UTF8 = "convert it to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW (a file of Windows: -f utf-16 or cp1252)"
 TO_JSON = "write one object a line (.jsonl), or one array (.json)"
 
 
