@@ -14,7 +14,7 @@ from data_fixtures import counted, recipe_for
 from helpers import refused
 from windlass.data import sources
 from windlass.data.chat import Template
-from windlass.data.encode import BATCH_ITEMS, Encoder, Job
+from windlass.data.encode import BATCH_ITEMS, Encoder
 from windlass.data.items import Item, Question, example_of, hash64, question_prompt
 from windlass.data.open import open_data
 from windlass.data.recipe_sources import SourceSpec
@@ -65,7 +65,7 @@ def learned(found: Row, tokenizer: Any = BYTES) -> str:
 def rows_of(
     item: Item, spec: SourceSpec, template: Template | None = None, tokenizer: Any = BYTES
 ) -> list[Row]:
-    return Encoder(spec, tokenizer, template or Template()).example_rows(Job(0, item))
+    return Encoder(spec, tokenizer, template or Template()).example_rows(item)
 
 
 def encode(

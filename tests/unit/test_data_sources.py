@@ -30,7 +30,7 @@ from windlass import hub
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder
 from windlass.data.files import expand
-from windlass.data.items import text_of
+from windlass.data.items import example_of, hash64, text_of
 from windlass.data.sources import changes, describe_source, download
 from windlass.data.tokenizer_kinds import byte_tokenizer
 from windlass.errors import RunFailed, UserError
@@ -249,8 +249,9 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_on_record(monkeypatch):
         return datasets.Dataset.from_dict({**own, "answers": answers})
 
     monkeypatch.setattr(datasets, "load_dataset", squad)
-    (record,) = records("squad", format="squad", split="validation")
-    assert record["answers"][1] == {"text": "c", "answer_start": 4} and record["title"] == "T"
+    found = opened("squad", format="squad", split="validation")
+    (question,) = (example_of(item, found.spec) for item in found.items())
+    assert question.answers == ("b", "c") and question.group == hash64("T")
 
 
 def test_every_form_gives_the_same_documents_from_any_place_on(tmp_path):
@@ -279,6 +280,8 @@ def test_a_separator_divides_a_text_file_and_a_note_names_it(tmp_path):
         assert read(path, start, separator=mark) == stories[start:]
     path.write_text("a\nb\n\nc\r\n")
     assert read(path, separator="\n") == ["a", "b", "c"]
+    path.write_text("a--b -")
+    assert read(path, separator="--") == ["a", "b -"]
     # a mark at each place near the edge of the pieces that are read
     for count in range((1 << 18) - 15, (1 << 18) + 3):
         path.write_text("x" * count + mark + "y")
@@ -314,6 +317,8 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("r.csv", b"id,text\n1,a\n2,b,c\n", ["line 3", "2 fields"]),
         ("s.csv", b'id,text\n1,"a" b\n', ["line 2", "quotation mark"]),
         ("t.csv", b"id,content\n1,a\n", ["'text'", "'content'", "data.text_key"]),
+        ("u.csv", b"1," + b"a text " * 99 + b"\n", ["'1', 'a text a", "a t: set data.text_key"]),
+        ("v.txt", "a".encode("utf-16"), ["0xff", "utf-16"]),
     ]
     for name, content, words in cases:
         (tmp_path / name).write_bytes(content)

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from windlass.evaluation.squad import score
+from windlass.data.items import Question
+from windlass.data.tokenizer_kinds import byte_tokenizer
+from windlass.evaluation.passes import Passes
+from windlass.evaluation.squad import evaluate_squad, score
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
+from windlass.parallel.ranks import alone
+from windlass.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -50,3 +57,15 @@ def test_scores_of_published_predictions(data_files, file, exact, overlap):
     predictions = {q["id"]: text for q, text in zip(questions, answers, strict=True)}
     result = score(predictions, {q["id"]: [a["text"] for a in q["answers"]] for q in questions})
     assert (round(result["exact_match"], 1), round(result["f1"], 1)) == (exact, overlap)
+
+
+def test_the_share_of_questions_whose_window_has_no_answer():
+    recipe = Recipe.model_validate({"model": {"layers": 1, "heads": 1, "width": 8, "context": 128}})
+    model = build_model(recipe, 257, device="cpu")
+    initialise(model, 1)
+    contexts = {"short": "a cat", "cut": "a cat " + "x" * 300, "far": "x" * 300 + " a cat"}
+    questions = [Question(name, "Who?", context, ("cat",)) for name, context in contexts.items()]
+    passes = Passes(model, alone(), byte_tokenizer())
+    scores, predictions = evaluate_squad(passes, questions)
+    assert scores["unanswerable"] == pytest.approx(100 / 3) and len(predictions) == 3
+    assert "unanswerable" not in evaluate_squad(passes, questions[:2])[0]

@@ -254,11 +254,12 @@ class _Answers:
 
     def _header(self, place: int) -> str:
         """The text before an answer: the part that other answers in its place have, too."""
-        texts, before = [self.text(place + 1)], self.messages[:place]
+        whole, shared = self.text(place + 1), list[int]()
         for content in "ab":
-            talk = [*before, {"role": "assistant", "content": content}]
-            texts.append(self.template.text(talk, self.tokenizer, False, self.variables))
-        return os.path.commonprefix(texts)  # noqa: RUF071 (by character)
+            talk = [*self.messages[:place], {"role": "assistant", "content": content}]
+            other = self.template.text(talk, self.tokenizer, False, self.variables)
+            shared.append(_shared(whole, other, self.tokenizer))
+        return whole[: min(shared)]
 
 
 def _escaped(value: Any, tokenizer: Tokenizer) -> Any:

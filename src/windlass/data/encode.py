@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +62,7 @@ def write_source(
     unread = dict[str, None]()  # keys of all items
     batches = encode(source, directory, encoder, index.resume.item, workers, progress.note)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
-        for rows, jobs in batches:
+        for rows, items in batches:
             keys = dict.fromkeys(key for row in rows for key in row.unread)
             if new := [key for key in keys if key not in unread]:
                 unread |= keys
@@ -77,17 +77,10 @@ def write_source(
                 if writer.add(row) and need.is_met(row, writer.tokens):
                     writer.index.items = row.item + 1
                     return writer.finish(complete=False)
-            last = jobs[-1]
-            writer.index.items = last.number + (not last.item.more)
-            progress.update(f"tokens of {spec.name}", last.item.fraction, writer.tokens)
+            last = items[-1]
+            writer.index.items = last.number + (not last.more)
+            progress.update(f"tokens of {spec.name}", last.fraction, writer.tokens)
         return writer.finish(complete=True)
-
-
-class Job(NamedTuple):
-    number: int
-    item: Item  # of a long text a part
-    continues: bool = False  # the text of the job before
-    digest: int = 0  # hash of the whole text, in its last part
 
 
 def encode(
@@ -97,18 +90,18 @@ def encode(
     first: int,
     workers: int,
     note: Callable[[str], None],
-) -> Generator[tuple[list[Row], list[Job]], None, None]:
-    """The rows of a source from item `first` on, in order, with the jobs that gave them.
+) -> Generator[tuple[list[Row], list[Item]], None, None]:
+    """The rows of a source from item `first` on, in order, with the items that gave them.
 
     Threads encode texts, because tokenizers release Python's lock; processes encode examples,
     because their templates are Python code.
     """
     ahead = batches_of(source, first)
     head = list(itertools.islice(ahead, 2))
-    for remark in encoder.remarks([job.item for jobs in head[:1] for job in jobs]):
+    for remark in encoder.remarks(head[0] if head else []):
         note(remark)
     use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
-    waiting = deque[tuple[Future[list[Row]], list[Job]]]()
+    waiting = deque[tuple[Future[list[Row]], list[Item]]]()
     with (
         worker_processes(directory, source.spec, workers)
         if use_processes
@@ -116,8 +109,8 @@ def encode(
         ThreadPoolExecutor(workers) as pool,
     ):
         try:
-            for jobs in itertools.chain(head, ahead):
-                waiting.append((pool.submit(work, jobs), jobs))
+            for items in itertools.chain(head, ahead):
+                waiting.append((pool.submit(work, items), items))
                 if len(waiting) > 2 * workers:
                     future, done = waiting.popleft()
                     yield future.result(), done
@@ -128,21 +121,21 @@ def encode(
                 future.cancel()
 
 
-def batches_of(source: Source, number: int) -> Iterator[list[Job]]:
+def batches_of(source: Source, number: int) -> Iterator[list[Item]]:
     """The items of a source from a number on, as many as a worker takes at once."""
-    jobs, size = list[Job](), 0
-    for job in jobs_of(source, number):
-        jobs.append(job)
-        value = job.item.value
+    items, size = list[Item](), 0
+    for item in parts_of(source, number):
+        items.append(item)
+        value = item.value
         size += len(value if isinstance(value, str | bytes) else str(value))
-        if size >= BATCH_CHARACTERS or len(jobs) >= BATCH_ITEMS:
-            yield jobs
-            jobs, size = [], 0
-    if jobs:
-        yield jobs
+        if size >= BATCH_CHARACTERS or len(items) >= BATCH_ITEMS:
+            yield items
+            items, size = [], 0
+    if items:
+        yield items
 
 
-def jobs_of(source: Source, number: int = 0) -> Iterator[Job]:
+def parts_of(source: Source, number: int = 0) -> Iterator[Item]:
     """The items of a source from a number on, texts in parts of at most `STRETCH` characters."""
     rest, continues, hashed = "", False, hashlib.blake2b(digest_size=8)  # of the text so far
     for item in source.items(number):
@@ -158,11 +151,11 @@ def jobs_of(source: Source, number: int = 0) -> Iterator[Job]:
                     raise
                 parts, value = [], error
             for part in parts:
-                yield Job(number, item._replace(value=part, more=True), continues)
+                yield item._replace(value=part, more=True, number=number, continues=continues)
                 continues = True
         if not item.more:
             digest = int.from_bytes(hashed.digest(), "little")
-            yield Job(number, item._replace(value=value), continues, digest)
+            yield item._replace(value=value, number=number, continues=continues, digest=digest)
             number += 1
             rest, continues, hashed = "", False, hashlib.blake2b(digest_size=8)
 
@@ -170,15 +163,15 @@ def jobs_of(source: Source, number: int = 0) -> Iterator[Job]:
 @contextlib.contextmanager
 def worker_processes(
     directory: Path, spec: SourceSpec, count: int
-) -> Iterator[Callable[[list[Job]], list[Row]]]:
+) -> Iterator[Callable[[list[Item]], list[Row]]]:
     """Gives a function that encodes in one of `count` processes, which end with this one."""
     words = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
     free = SimpleQueue[Any]()
 
-    def encode_in_process(jobs: list[Job]) -> list[Row]:
+    def encode_in_process(items: list[Item]) -> list[Row]:
         process = free.get()
         try:
-            process.stdin.write(pickle.dumps(jobs))
+            process.stdin.write(pickle.dumps(items))
             process.stdin.flush()
             rows: list[Row] = pickle.load(process.stdout)
             return rows
@@ -218,46 +211,45 @@ class Encoder:
     tokenizer: Tokenizer
     template: Template
 
-    def rows(self, jobs: list[Job]) -> list[Row]:
+    def rows(self, items: list[Item]) -> list[Row]:
         """The rows of items; one with a `problem` if an item cannot be read."""
         encode = self.text_rows if self.spec.format == "text" else self.example_rows
         rows = list[Row]()
-        for job in jobs:
+        for item in items:
             try:
-                rows += encode(job)
+                rows += encode(item)
             except UserError as error:
-                if job.continues or job.item.more:  # other parts of the text are written
+                if item.continues or item.more:  # other parts of the text are written
                     raise
-                rows.append(Row(job.number, np.zeros(0, np.int64), problem=str(error)))
+                rows.append(Row(item.number, np.zeros(0, np.int64), problem=str(error)))
         return rows
 
-    def text_rows(self, job: Job) -> list[Row]:
+    def text_rows(self, item: Item) -> list[Row]:
         """A text, or a part of one, as a row; none of an empty text."""
-        tokenizer, more, text = self.tokenizer, job.item.more, text_of(job.item, self.spec)
-        if not text and not job.continues:
+        tokenizer, more, text = self.tokenizer, item.more, text_of(item, self.spec)
+        if not text and not item.continues:
             return []
         if self.spec.special_tokens:
             head, *rest = list(tokenizer.pieces(text)) or [""]
-            begin = [head] if isinstance(head, int) else tokenizer.encode(head, job.continues)
+            begin = [head] if isinstance(head, int) else tokenizer.encode(head, item.continues)
             ids = np.append(begin, tokenizer.encode_marked([(piece, 0) for piece in rest])[0])
             ids = ids.astype(np.int64)
         else:
-            ids = tokenizer.encode(text, job.continues)
-        first = () if job.continues else tokenizer.first
+            ids = tokenizer.encode(text, item.continues)
+        first = () if item.continues else tokenizer.first
         last = () if more else tokenizer.last
         if tuple(ids[: len(first)].tolist()) != first:  # the text may have its edges
             ids = np.append(first, ids)
         if tuple(ids[len(ids) - len(last) :].tolist()) != last:
             ids = np.append(ids, last)
-        digest = 0 if more else job.digest
-        return [Row(job.number, ids, text=digest, characters=len(text), more=more)]
+        return [Row(item.number, ids, text=item.digest, characters=len(text), more=more)]
 
-    def example_rows(self, job: Job) -> list[Row]:
+    def example_rows(self, item: Item) -> list[Row]:
         """The tokens of an example, in one row or a row for each answer; UserError if it is bad."""
-        spec, tokenizer, place = self.spec, self.tokenizer, job.item.place
-        example = example_of(job.item, spec)
+        spec, tokenizer, place = self.spec, self.tokenizer, item.place
+        example = example_of(item, spec)
         if isinstance(example, Question):
-            return [self._question_row(job.number, example)]
+            return [self._question_row(item.number, example)]
         try:
             if isinstance(example, Pair):
                 has_completion = bool(example.completion.strip())
@@ -277,7 +269,7 @@ class Encoder:
             marks[:1] = False  # no token predicts the first one
             if marks.any():
                 tokens, reach = np.array(ids, np.int64), int(marks.argmax()) + 1
-                rows.append(Row(job.number, tokens, marks, group, group=group, reach=reach))
+                rows.append(Row(item.number, tokens, marks, group, group=group, reach=reach))
         if not rows:
             problem = "there is nothing to learn, because its answers are empty or do not count"
             raise UserError(f"{place}: {problem}; remove the item")

@@ -223,8 +223,8 @@ def _text(pieces: Iterator[str], place: str) -> Iterator[Item]:
 def _documents(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
     """The documents of a text between separators, without empty ones; long ones in pieces."""
     rest, continues, edges = "", False, "\r\n"  # the text after the last item, which it continues
-    for piece in chain(pieces, [separator]):
-        *texts, rest = (rest + piece).split(separator)
+    for piece in chain(pieces, [""]):
+        *texts, rest = (rest + piece).split(separator) if piece else [rest, ""]
         for text in texts:
             document = text.rstrip(edges) if continues else text.strip(edges)
             if document or continues:

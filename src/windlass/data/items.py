@@ -33,12 +33,12 @@ SHAPES = {
     "Alpaca": ["instruction", "output"],
 }
 CONVERSATION_KEYS = {keys[0] for keys in SHAPES.values()}
-TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
+TO_UTF8 = "convert it to UTF-8: iconv -f latin1 -t utf-8 OLD > NEW (a file of Windows: -f utf-16 or cp1252)"
 TO_JSON = "write one object a line (.jsonl), or one array (.json)"
 
 
 class Item(NamedTuple):
-    """A document, a block of a long one, or the reason why it cannot be read."""
+    """A document, a part of a long one, or the reason why it cannot be read."""
 
     place: str  # file and line, for messages
     # str: a text; None: null in place of a text; dict: a record; bytes: a record as JSON, which
@@ -46,6 +46,10 @@ class Item(NamedTuple):
     value: Any
     more: bool = False  # the next item continues this text
     fraction: float = 0.0  # of the source read so far; 0: unknown
+    # of `parts_of`
+    number: int = 0  # of the document in its source
+    continues: bool = False  # the text of the item before
+    digest: int = 0  # hash of the whole text, in its last part
 
 
 def text_of(item: Item, spec: SourceSpec) -> str:
@@ -88,7 +92,7 @@ def other_keys(names: Iterable[str]) -> str:
     remedy = "set data.text_key"
     if CONVERSATION_KEYS.intersection(first):
         remedy = 'write data.format="chat", for conversations'
-    return f"it has {', '.join(map(repr, first))}: {remedy}"
+    return f"it has {', '.join(f'{name!r:.60}' for name in first)}: {remedy}"
 
 
 def hash64(*texts: str) -> int:
@@ -192,15 +196,12 @@ def example_of(item: Item, spec: SourceSpec) -> Example:
     record, columns = record_of(item), dict(spec.columns)
     renamed = {name: record[column] for name, column in columns.items() if column in record}
     rest = {k: v for k, v in record.items() if k not in columns.values()} | renamed
-    shape = "SQuAD" if spec.format == "squad" else ""
-    for name, keys in SHAPES.items():
-        if not shape and all(rest.get(key) is not None for key in keys):
-            shape = name
-    if not shape:
+    shapes = (name for name, keys in SHAPES.items() if all(rest.get(k) is not None for k in keys))
+    if not (shape := "SQuAD" if spec.format == "squad" else next(shapes, "")):
         problem = f"the item has {', '.join(map(repr, list(rest)[:12])) or 'no keys'}"
-        shapes = ", ".join(f"{' and '.join(keys)} ({name})" for name, keys in SHAPES.items())
+        problem += f", and a conversation has {', '.join(map(' and '.join, SHAPES.values()))}"
         remedy = "data.columns renames others, as data.columns.instruction=question"
-        raise UserError(f"{item.place}: {problem}, and a conversation has {shapes}; {remedy}")
+        raise UserError(f"{item.place}: {problem}; {remedy}")
     try:
         example = _question(rest) if shape == "SQuAD" else _conversation(rest, shape)
         return replace(example, unread=tuple(key for key, value in rest.items() if value))
@@ -216,7 +217,9 @@ def example_of(item: Item, spec: SourceSpec) -> Example:
 
 
 def _question(rest: dict[str, Any]) -> Question:
-    answers = tuple(str(answer["text"]) for answer in rest.pop("answers"))
+    answers = rest.pop("answers")  # the Hub has a list of texts
+    texts = answers["text"] if isinstance(answers, dict) else [part["text"] for part in answers]
+    answers = tuple(map(str, texts))
     name, context, question = str(rest.pop("id")), rest.pop("context"), rest.pop("question")
     if not answers or not answers[0]:
         raise ValueError("it gives no answer, as some questions of SQuAD 2.0; remove it")

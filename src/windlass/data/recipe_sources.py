@@ -26,7 +26,10 @@ LOCK = ".lock"
 DOWNLOADS = ".downloads"  # hidden, so that a source `data/` does not contain it
 KINDS = ("hf", "squad", "shards")
 # Settings of `data` that a `SourceSpec` also has.
-SHARED = ("text_key", "separator", "special_tokens", "answers", "on_bad_item", "shards_dtype")
+SHARED = (
+    *("format", "text_key", "split", "revision", "sha256", "separator", "special_tokens"),
+    *("answers", "on_bad_item", "shards_dtype"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class SourceSpec:
     def key(self) -> dict[str, Any]:
         """The settings that determine the items and do not have their default."""
         key: dict[str, Any] = {"name": self.name, "format": self.format}
-        for name in (*SHARED, "split", "revision", "sha256", "columns"):
+        for name in (*SHARED, "columns"):
             if getattr(self, name) != getattr(SourceSpec, name):
                 key[name] = getattr(self, name)
         if self.kind == "stdlib":
@@ -116,11 +119,7 @@ def members_of(recipe: Recipe, only_val: bool = False) -> list[Member]:
         training = SourceSpec(
             name="",
             place="",
-            format=data.format,
-            split=data.split,
-            revision=data.revision,
             streaming=data.streaming,
-            sha256=data.sha256,
             columns=tuple(data.columns.items()),
             setting=f"{prefix}source",
             cache_bytes=int(data.cache_gb * 1e9),

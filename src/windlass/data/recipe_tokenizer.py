@@ -13,7 +13,7 @@ import numpy as np
 from windlass import hub
 from windlass.data import tokenizer_kinds
 from windlass.data.chat import Template
-from windlass.data.encode import jobs_of
+from windlass.data.encode import parts_of
 from windlass.data.items import Item, example_of, text_of
 from windlass.data.progress import Progress
 from windlass.data.recipe_sources import (
@@ -187,13 +187,13 @@ def _documents(source: Source, characters: int) -> Iterator[tuple[int, int, list
     """Each document as far as a limit: its group (the hash that decides whether it is held out),
     its characters, and its texts in parts, without what follows the first `characters`."""
     before, size, texts = 0, 0, list[str]()
-    for job in jobs_of(source):
-        for text in texts_of(job.item, source.spec):
+    for item in parts_of(source):
+        for text in texts_of(item, source.spec):
             texts.append(text[: max(0, characters - before - size)])
             size += len(text)
-        if size and not job.item.more:
+        if size and not item.more:
             is_text = source.spec.format == "text"
-            yield job.digest if is_text else example_of(job.item, source.spec).group, size, texts
+            yield item.digest if is_text else example_of(item, source.spec).group, size, texts
             before, size, texts = before + size, 0, []
             if source.spec.is_val and 0 < source.spec.limit <= before:
                 return

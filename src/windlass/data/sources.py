@@ -233,10 +233,6 @@ def _read_dataset(
             for values in zip(*batch.values(), strict=True):
                 number += 1
                 record = row_value(dict(zip(batch, values, strict=True)), spec)
-                if spec.kind == "squad":
-                    answers = record["answers"]  # lists of equal length, by key
-                    pairs = zip(*answers.values(), strict=True)
-                    record["answers"] = [dict(zip(answers, p, strict=True)) for p in pairs]
                 fraction = number / rows if rows else 0.0
                 yield Item(f"{name}, row {number:,}", record, fraction=fraction)
     except Exception as error:  # of any kind, from the libraries behind it

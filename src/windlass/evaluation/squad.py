@@ -126,5 +126,10 @@ def evaluate_squad(
     numbers = range(len(questions))
     answers = generate_divided(passes, sampling, numbers, prompt_of)
     predictions = {question.id: answers[i].strip() for i, question in enumerate(questions)}
-    references = {question.id: question.answers for question in questions}
-    return score(predictions, references), predictions
+    scores = score(predictions, {question.id: question.answers for question in questions})
+    # A tokenizer gives a text no more tokens than it has bytes, and two for its start.
+    cut = [i for i in numbers if len(questions[i].prompt.encode()) > longest - 2]
+    shown = [any(a in tokenizer.decode(prompt_of(i)) for a in questions[i].answers) for i in cut]
+    if hidden := shown.count(False):
+        scores["unanswerable"] = 100.0 * hidden / len(questions)
+    return scores, predictions

@@ -202,6 +202,7 @@ acc_norm | score | loss | acc norm | | higher | the same with likelihoods per by
 acc_per_token | score | loss | | | higher | the same with likelihoods per token
 exact_match | score | loss | exact match | | higher | SQuAD's exact match, in %
 f1 | score | loss | f1 | F1 | higher | SQuAD's F1, in %
+unanswerable | other | loss | unanswerable | | lower | SQuAD's questions without an answer in the window, in %
 samples_per_s | other | rate | | Samples/s
 tokens_per_s | other | rate | | Tokens/s
 runtime_s | other | duration | | Time
