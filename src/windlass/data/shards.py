@@ -284,11 +284,13 @@ class Corpus:
         return np.cumsum([0, *(shard.tokens for shard in self.index.shards)], dtype=np.int64)
 
     @cached_property
-    def _file(self) -> Callable[[Shard], LocalFile | RemoteFile]:
-        directory, cache_bytes = self.directory, self.spec.cache_bytes  # `self` would be a circle
+    def _file(self) -> Callable[[int], LocalFile | RemoteFile]:
+        """The open file of each shard. It does not refer to `self`, which would be a circle."""
+        directory, cache_bytes, shards = self.directory, self.spec.cache_bytes, self.index.shards
 
         @lru_cache(OPEN_FILES)
-        def opened(shard: Shard) -> LocalFile | RemoteFile:
+        def opened(place: int) -> LocalFile | RemoteFile:
+            shard = shards[place]
             if shard.is_remote:
                 return RemoteFile(shard.file, directory.parent / CACHE, cache_bytes, shard.sha256)
             return LocalFile(located(directory, shard.file))
@@ -303,7 +305,7 @@ class Corpus:
             shard, begin = self.index.shards[place], start - int(self.shard_edges[place])
             count, dtype = min(stop - start, shard.tokens - begin), np.dtype(shard.dtype)
             size, offset = count * dtype.itemsize, shard.offset + begin * dtype.itemsize
-            raw = self._file(shard).pread(size, offset)
+            raw = self._file(place).pread(size, offset)
             if len(raw) != size:
                 problem = "ends too early: it was truncated after it was checked"
                 raise bad_shard(shard.file, problem)
