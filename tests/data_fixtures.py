@@ -85,8 +85,8 @@ def write_source(folder: Path, kind: str, texts: list[str]) -> dict[str, Any]:
         return {"source": f"squad:{file}", "format": "squad"}
     records = [{"text": text} for text in texts]
     if kind == "hf":
-        write_source(folder, "parquet", texts)
-        return {"source": f"hf:{folder}"}
+        write_source(folder / "hf", "parquet", texts)
+        return {"source": f"hf:{folder / 'hf'}"}
     if kind == "jsonl":
         jsonl(file, texts)
     elif kind == "json":

@@ -262,6 +262,39 @@ def test_conversations_beside_text(texts, tmp_path, packing):
     )
 
 
+def test_shards_of_other_tools_beside_texts_and_conversations(texts, tmp_path):
+    """In a mixture, where one source validates on a part of another's shard; in one list; and one
+    kind as the validation data of the other."""
+    ids = np.random.default_rng(0).integers(0, 256, (3, 2000)).astype("<u2")
+    for name, row in zip(("train_0", "train_1", "val_0"), ids, strict=True):
+        row.tofile(tmp_path / f"{name}.bin")
+    tokens, talk = f"shards:{tmp_path}/*.bin", conversations(tmp_path / "talk.jsonl", 150)
+    sources = [("old", tokens), ("more", f"shards:{tmp_path}/train_1.bin"), ("text", texts[0])]
+    sources.append(("talk", talk, {"format": "chat"}))
+
+    def opened(recipe):
+        data = open_data(recipe.replace("model.context=256"))
+        return data, data.train.tokens, data.val.tokens
+
+    data, *_ = opened(recipe_of(sources, tmp_path / "data"))
+    assert data.division.shared == 1 and len(data.train.parts) == len(data.val.parts) == 4
+    assert [part.tokens for part in data.train.parts[:2]] == [2000, 1800]
+    batch = data.train.read(np.arange(7))
+    assert batch.tokens.ravel().tolist() == ids[0, : 7 * 256].tolist()
+    assert set(data.train.read(np.arange(len(data.train))).documents.ravel().tolist()) > {0, 1}
+    _, train, val = opened(recipe_for(texts[0], tmp_path / "data"))
+    assert opened(recipe_for([tokens, str(texts[0])], tmp_path / "data"))[1:] == (
+        4000 + train,
+        2000 + val,
+    )
+    data, *counts = opened(recipe_for(tokens, tmp_path / "data", eval_source=str(texts[0])))
+    assert counts == [4000, train + val]
+    assert not data.train.document_mask and data.val.document_mask
+    data, *counts = opened(recipe_for(texts[0], tmp_path / "data", eval_source=tokens))
+    assert counts == [train + val, 6000]
+    assert data.train.document_mask and not data.val.document_mask
+
+
 def test_a_source_without_a_sample_is_named(texts, tmp_path):
     short = jsonl(tmp_path / "short.jsonl", ["few", "words"])
     with pytest.raises(UserError, match=r"\(train, short\): \d+ tokens are too few"):

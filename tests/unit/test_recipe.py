@@ -171,7 +171,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ("model.kind=hf", "model.name", "directory"),
         ("data.source=https://x.example/a.txt", "data.sha256", "SHA-256"),
         ("data.eval_source=https://x.example/a.txt", "data.eval_source", "download it"),
-        ("data.eval_source=shards:*.bin", "data.source", "token shards"),
+        ("data.eval_source=shards:*.bin data.format=chat", "data.format", "token shards"),
         ('data.source=["hf:a","b.jsonl"] data.eval_split=x', "data.eval_split", "data.eval_source"),
         ("data.source=", "data.source", "empty"),
         ("data.source=squad", "data.format", "squad"),

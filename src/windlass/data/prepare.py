@@ -280,7 +280,8 @@ def _states(directory: Path, index: Index) -> States:
         for file, (size, sha256) in shard.files(index.row).items():
             path = located(directory, file)
             if not path.is_file() or (stat := path.stat()).st_size != size:
-                raise bad_shard(path, f"has not {size:,} bytes; {prepare_again(directory)}")
+                problem = f"is missing or has not {size:,} bytes"
+                raise bad_shard(path, f"{problem}; bring it back, or {prepare_again(directory)}")
             states[file] = [size, stat.st_mtime_ns, sha256]
     return states
 

@@ -123,7 +123,7 @@ def learn_tokenizer(recipe: Recipe, members: list[Member], progress: Progress) -
     data, kind = recipe.data, recipe.data.tokenizer
     train = [spec for member in members for spec in member.train]
     val = [spec for member in members for spec in member.val]
-    if any(spec.kind == "shards" for spec in train):
+    if any(spec.kind == "shards" for spec in (*train, *val)):
         problem = f"data.tokenizer = {kind} cannot be learned from token shards"
         raise UserError(f"{problem}; name the tokenizer that wrote them")
     now = [describe_source(spec) for spec in (*train, *val)]

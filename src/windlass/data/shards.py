@@ -1,6 +1,6 @@
 """Write and read the shards of a data directory. Each has tokens (`shard-00000.bin`), little endian,
-and a table of documents (`.documents`). In examples MARK is added to a token that counts in the
-loss. `index.json` lists the complete shards; it may also list the shards of other tools.
+and a table of documents (`.documents`). `index.json` lists the complete shards; it may also list
+the shards of other tools.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,8 +29,8 @@ FORMAT = 9
 INDEX = "index.json"
 CACHE = ".cache"  # of the remote shards of all sources, beside their directories
 OPEN_FILES = 128
-MARK = 1 << 31
-FEW = 100  # documents
+MARK = 1 << 31  # added to the id of a token that counts in the loss, in examples
+FEW = 100  # documents: `split` divides a source with fewer by other rules
 # A document, or a part of a long one (`more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
 TEXT_ROW = np.dtype([("start", "<u8"), ("text", "<u8"), ("characters", "<u4"), ("more", "<u4")])
@@ -49,7 +49,8 @@ def smallest_dtype(vocab: int) -> str:
 class Shard(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    file: str  # name in the data directory; absolute path or URL of a shard that another tool wrote
+    # Name in the data directory; of another tool's shard the path, from there or absolute, or a URL
+    file: str
     tokens: int
     rows: int = 0  # of its table
     sha256: str  # of a remote shard its version
@@ -245,6 +246,16 @@ class ShardWriter:
         return self.index
 
 
+def spans(edges: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The parts of a row, divided at `edges`, from `start` to `stop`: the number of each part, and
+    the begin and end in it."""
+    number = bisect_right(edges, start) - 1
+    while start < stop:
+        begin, end = int(edges[number]), min(stop, int(edges[number + 1]))
+        yield number, start - begin, end - begin
+        start, number = end, number + 1
+
+
 class LocalFile:
     """A file of this machine, read with `pread`: a mapped page faults with Python's lock held."""
 
@@ -285,11 +296,13 @@ class Corpus:
         return np.cumsum([0, *(shard.tokens for shard in self.index.shards)], dtype=np.int64)
 
     @cached_property
-    def _file(self) -> Callable[[Shard], LocalFile | RemoteFile]:
-        directory, cache_bytes = self.directory, self.spec.cache_bytes  # `self` would be a circle
+    def _file(self) -> Callable[[int], LocalFile | RemoteFile]:
+        """The open file of each shard. It does not refer to `self`, which would be a circle."""
+        directory, cache_bytes, shards = self.directory, self.spec.cache_bytes, self.index.shards
 
         @lru_cache(OPEN_FILES)
-        def opened(shard: Shard) -> LocalFile | RemoteFile:
+        def opened(place: int) -> LocalFile | RemoteFile:
+            shard = shards[place]
             if shard.is_remote:
                 return RemoteFile(shard.file, directory.parent / CACHE, cache_bytes, shard.sha256)
             return LocalFile(located(directory, shard.file))
@@ -299,12 +312,11 @@ class Corpus:
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens from `start` to `stop`, int64 [stop - start]; of examples with their MARK."""
         parts = [np.zeros(0, np.int64)]
-        place = bisect_right(self.shard_edges, start) - 1
-        while start < stop:
-            shard, begin = self.index.shards[place], start - int(self.shard_edges[place])
-            count, dtype = min(stop - start, shard.tokens - begin), np.dtype(shard.dtype)
-            size, offset = count * dtype.itemsize, shard.offset + begin * dtype.itemsize
-            raw = self._file(shard).pread(size, offset)
+        for place, begin, end in spans(self.shard_edges, start, stop):
+            shard = self.index.shards[place]
+            dtype = np.dtype(shard.dtype)
+            size, offset = (end - begin) * dtype.itemsize, shard.offset + begin * dtype.itemsize
+            raw = self._file(place).pread(size, offset)
             if len(raw) != size:
                 problem = "ends too early: it was truncated after it was checked"
                 raise bad_shard(shard.file, problem)
@@ -312,7 +324,6 @@ class Corpus:
             if shard.is_remote:
                 check_ids(shard.file, ids, self.index.tokenizer.vocab, begin)
             parts.append(ids)
-            start, place = start + count, place + 1
         return np.concatenate(parts)
 
     # -- the documents; those of an item that another process is still writing do not count

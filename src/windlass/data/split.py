@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,7 +24,7 @@ import numpy as np
 
 from windlass.data.order import splitmix
 from windlass.data.recipe_sources import Member, SourceSpec
-from windlass.data.shards import FEW, Corpus
+from windlass.data.shards import FEW, Corpus, spans
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.seeds import seed_bytes
@@ -89,12 +88,9 @@ class DocumentSet:
     def read(self, start: int, stop: int) -> np.ndarray:
         """The tokens from `start` to `stop` of the row, as `Corpus.read`, int64 [stop - start]."""
         parts = [np.zeros(0, np.int64)]
-        number = bisect_right(self._edges, start) - 1  # of the range
-        while start < stop:
-            end = min(stop, int(self._edges[number + 1]))
-            shift = int(self._starts[number] - self._edges[number])
-            parts.append(self.corpora[self._corpus[number]].read(start + shift, end + shift))
-            start, number = end, number + 1
+        for number, begin, end in spans(self._edges, start, stop):
+            first, corpus = int(self._starts[number]), self.corpora[self._corpus[number]]
+            parts.append(corpus.read(first + begin, first + end))
         return np.concatenate(parts)
 
 

@@ -76,8 +76,6 @@ def sources(r: Any) -> Problems:
     shards = [name.startswith("shards:") for name in (*d.sources, *d.eval_sources)]
     if not d.sources or not all(map(str.strip, d.sources)):
         yield "data.source", "it is empty: name a file, a directory, a pattern or hf:NAME"
-    if any(shards) and not all(shards):
-        yield "data.source", "token shards and texts do not mix, also not with data.eval_source"
     web = ("http://", "https://")
     if any(name.startswith(web) for name in d.sources) and not d.sha256:
         yield "data.sha256", "a source that is downloaded needs the SHA-256 it must have"
@@ -100,11 +98,13 @@ def sources(r: Any) -> Problems:
 def items(r: Any) -> Problems:
     d = r.data
     formats = [part.format or d.format for part in d.mix] or [d.format] * len(d.sources)
-    for number, (name, kind) in enumerate(zip(d.sources, formats, strict=True)):
+    validation = [[part.eval_source] for part in d.mix] or [d.eval_sources] * len(d.sources)
+    rows = zip(d.sources, validation, formats, strict=True)
+    for number, (name, others, kind) in enumerate(rows):
         key = f"data.mix.{number}.format" if d.mix else "data.format"
         if kind == "text" and name.split(":")[0] == "squad":
             yield key, 'the source squad needs data.format = "squad"'
-        if kind != "text" and name.startswith("shards:"):
+        if kind != "text" and any(one.startswith("shards:") for one in (name, *others)):
             yield key, f'token shards are text: write "text", not "{kind}"'
     names = [*d.sources, *d.eval_sources]
     if d.separator and not ("text" in formats and any(map(is_file, names))):
