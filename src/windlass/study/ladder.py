@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
@@ -50,7 +50,19 @@ LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
 TOKENS = (5.0, 10.0, 20.0, 40.0)  # for each parameter
 AMOUNTS = ("data.max_tokens", "data.val_fraction", "data.val_shards", "data.eval_size")
 JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
+ROUNDS = 8  # from a size to its speed, and from the speed to the size that the hours pay
 ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
+
+
+class Best(NamedTuple):
+    """The size and tokens with the lowest loss for a budget."""
+
+    flops: float  # 6 N D, with N as the law counts it
+    size: float
+    tokens: float
+    loss: Range
+    command: str  # that trains the nearest shape, or why there is none
+    speed_of: str  # the shape whose plan has the speed, for a budget of hours
 
 
 @dataclass(frozen=True)
@@ -91,13 +103,48 @@ class Ladder:
                 law = f"the law of {self.study.path} is of {key} = {wanted[key]!r}"
                 problem = f"{law}, and the recipe has {given.get(key)!r}"
                 raise UserError(f"{problem}: their losses in {self.unit} do not compare")
-        size = planned.size.parameters if self.law.embeddings else planned.size.non_embedding
+        size = self._size(planned)
         if not size or not planned.tokens:
             why = "; ".join(dict.fromkeys(planned.unknown.values()))
             why = why or "the size does not count blocks alone"
             raise UserError(f"the law needs size and tokens of the plan, which are unknown: {why}")
         unique = planned.tokens / planned.epochs if planned.epochs else 0
         return self.law.predict(size, effective_tokens(planned.tokens, unique))
+
+    def best(self, flops: float, hours: float = 0.0, device: str = "") -> Best:
+        """The answer to a budget of FLOPs, or of hours of a device (`flops`: a first guess).
+
+        Its own shape has the speed, or the last one on the way to it that the device can hold.
+        """
+        recipe = self.study.recipe
+        speed_of = f"{recipe.model.layers}x{recipe.model.width}"
+        for _ in range(ROUNDS if hours else 0):
+            row = self._assignment(*self.law.optimum(flops))
+            planned = plan(recipe.replace(row), device=device)
+            counted, spent = self._size(planned), planned.device_hours
+            if not (counted and spent and planned.tokens):
+                break
+            flops = hours * 6 * counted * planned.tokens / spent
+            speed_of = f"{row['model.layers']}x{row['model.width']}"
+        size, tokens = self.law.optimum(flops)
+        try:
+            command = self.study.winner_command(self._assignment(size, tokens))
+        except UserError as error:
+            command = f"no shape of this recipe: {error}"
+        return Best(flops, size, tokens, self.law.predict(size, tokens), command, speed_of)
+
+    def _size(self, planned: Plan) -> int | None:
+        """N of a plan as the law counts it."""
+        return planned.size.parameters if self.law.embeddings else planned.size.non_embedding
+
+    def _assignment(self, size: float, tokens: float) -> Assignment:
+        """The settings of the shape nearest to a size of the law, by the rules of the ladder, with
+        as many tokens as cost the same."""
+        recipe, vocab = self.study.recipe, read_inputs(self.study.recipe).size.vocab or 0
+        [row] = assignments(recipe, [f"{size:.0f}"], [1.0], vocab, self.law.embeddings)
+        shape = count(recipe.replace(row).model, vocab)
+        tokens *= size / (shape.total if self.law.embeddings else shape.non_embedding)
+        return row | {"train.tokens_per_parameter": float(f"{tokens / shape.total:.4g}")}
 
     def _compared(self, recipe: Recipe) -> dict[str, Any]:
         """The settings behind a loss, with the real paths of files, but for amounts of data."""
@@ -135,7 +182,8 @@ def ladder(
     Raises UserError if the grid is invalid or allows no law, and Stopped after a signal, with
     everything saved.
     """
-    return sweep(create_ladder(recipe, sizes, tokens, overrides, path), **options)
+    study = create_ladder(recipe, sizes, tokens, overrides, path, options.get("world", 0))
+    return sweep(study, **options)
 
 
 def create_ladder(
@@ -144,10 +192,11 @@ def create_ladder(
     tokens: Sequence[float] = (),
     overrides: Changes = (),
     path: str | Path | None = None,
+    world: int = 0,
 ) -> Study:
     base, _, place = load_study(recipe, "sweep", overrides)
     if not sizes and place and not tokens and path is None:
-        study = Study.create(base, (), place)
+        study = Study.create(base, (), place, world=world)
         _check_kind(study)
         return study
     if not sizes:
@@ -174,7 +223,7 @@ def create_ladder(
     outside = held_out(observations)
     for form in FORMS:
         check([one for one in observations if one not in outside], form)
-    return Study.create(base, grid, path, kind="ladder")
+    return Study.create(base, grid, path, kind="ladder", world=world)
 
 
 def _check_kind(study: Study) -> None:
@@ -184,13 +233,17 @@ def _check_kind(study: Study) -> None:
 
 
 def assignments(
-    recipe: Recipe, sizes: Sequence[str], tokens: Sequence[float], vocab: int
+    recipe: Recipe,
+    sizes: Sequence[str],
+    tokens: Sequence[float],
+    vocab: int,
+    embeddings: bool = True,
 ) -> list[Assignment]:
     """The grid of a ladder: shape, learning rate and batch of each size, times the tokens."""
     parameters = count(recipe.model, vocab).total
     rows = []
     for size in sizes:
-        shape = shape_of(recipe, size, vocab)
+        shape = shape_of(recipe, size, vocab, embeddings)
         ratio = count(recipe.replace(shape).model, vocab).total / parameters
         if not recipe.model.mup_base_width:
             shape["optim.lr"] = float(f"{recipe.optim.lr * ratio**LR_EXPONENT:.3g}")
@@ -201,8 +254,9 @@ def assignments(
     return [shape | {"train.tokens_per_parameter": float(each)} for shape, each in pairs]
 
 
-def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
+def shape_of(recipe: Recipe, size: str, vocab: int, embeddings: bool = True) -> Assignment:
     """Layers and width of a size, with heads and the feed-forward layer as the recipe has them.
+    `embeddings`: whether the size counts them.
 
     Heads keep their width. For each number of layers, the width is the multiple of a head's width
     with the nearest size; of these shapes within ASPECT of the recipe's width / layers the nearest.
@@ -224,7 +278,8 @@ def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
 
     def parameters(shape: Assignment) -> int:
         changes = {key.removeprefix("model."): value for key, value in shape.items()}
-        return count(model.model_copy(update=changes), vocab).total
+        sizes = count(model.model_copy(update=changes), vocab)
+        return sizes.total if embeddings else sizes.non_embedding
 
     def distance(shape: Assignment) -> float:
         total = parameters(shape)
@@ -329,7 +384,8 @@ def join(study: Study, runs: Sequence[Run]) -> None:
 
 
 def flops_per_hour(recipe: Recipe, device: str) -> float:
-    """FLOPs that training a recipe gets from an hour of a device, by its plan."""
+    """FLOPs that training a recipe gets from an hour of a device, by its plan; UserError if that
+    lacks the speed."""
     planned = plan(recipe, device=device)
     if not planned.flops or not planned.device_hours:
         why = "; ".join(dict.fromkeys(planned.unknown.values()))
