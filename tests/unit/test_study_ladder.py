@@ -23,7 +23,6 @@ from windlass.reports.law import compute_chart, predicted_chart, residuals
 from windlass.study.ladder import (
     assignments,
     create_ladder,
-    flops_per_hour,
     join,
     open_ladder,
     shape_of,
@@ -219,12 +218,11 @@ def test_hours_and_money_count_at_the_speed_of_the_answer(ladder, call):
     assert money == hours
     settings = shlex.split(hours["command"])[3:]
     planned = plan("lad/recipe.toml", settings, device="A100-80GB")
-    assert planned.device_hours == pytest.approx(0.001, rel=0.1)
+    assert planned.device_hours == pytest.approx(0.001, rel=0.02)
     size = planned.size.parameters if seen.law.embeddings else planned.size.non_embedding
-    assert [size, planned.tokens] == pytest.approx([hours["parameters"], hours["tokens"]], rel=0.3)
-    assert hours["flops"] != pytest.approx(0.001 * flops_per_hour(seen.study.recipe, "A100-80GB"))
+    assert [size, planned.tokens] == pytest.approx([hours["parameters"], hours["tokens"]], rel=0.02)
     shown = call(*words, "--money", "0.002", "--price", "2")[0]
-    assert "0.001 hours of A100-80GB at the speed of" in shown and hours["command"] in shown
+    assert "for 0.001 h of A100-80GB" in shown and hours["command"] in shown
     assert "belong together" in call(*words, "--money", "3", code=2)[1]
     assert "one budget" in call(*words, "--hours", "3", "--flops", "1e9", code=2)[1]
 

@@ -260,22 +260,20 @@ def ladder(
         return show_created(study)
     if money:
         hours = money / price
-    if hours:  # fails before anything trains if there is no speed
-        flops = hours * ladders.flops_per_hour(study.recipe, device)
+    if hours:
+        ladders.flops_per_hour(study.recipe, device)  # fails before anything trains
     progress = Progress(sys.stderr if json_ else sys.stdout)
     studies.sweep(study, workers=workers, retry_failed=retry_failed, progress=progress)
     seen = ladders.open_ladder(study, added)
-    best = seen.best(flops, hours, device) if flops else None
+    best = seen.best(flops) if flops else seen.best_in(hours, device) if hours else None
     if json_:
         print_json(_law_as_json(seen, best))
     else:
         _show_law(seen, progress)
         if best:
-            paid = (
-                f" ({hours:.3g} hours of {device} at the speed of {best.speed_of})" if hours else ""
-            )
+            budget = f"{hours:.3g} h of {device}, " if hours else ""
             answer = f"{short(best.size)} {seen.law.counted}, {short(best.tokens)} tokens"
-            progress.notify(f"best for {best.flops:.3g} FLOPs{paid}: {answer}, loss {best.loss}")
+            progress.notify(f"best for {budget}{best.flops:.3g} FLOPs: {answer}, loss {best.loss}")
             progress.console.out(f"  {best.command}")
         progress.notify(f"report: windlass report {shlex.quote(str(study.path))}")
     if added:

@@ -10,15 +10,18 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
 from windlass.estimate.inputs import read_inputs
-from windlass.estimate.plan import Plan, plan
+from windlass.estimate.plan import Plan, assemble, plan, predicted_speed
 from windlass.fileio import read_json, write_atomic
 from windlass.model.size import count
 from windlass.recipe import Changes, ModelSettings, Recipe
@@ -50,7 +53,10 @@ LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
 TOKENS = (5.0, 10.0, 20.0, 40.0)  # for each parameter
 AMOUNTS = ("data.max_tokens", "data.val_fraction", "data.val_shards", "data.eval_size")
 JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
-ROUNDS = 8  # from a size to its speed, and from the speed to the size that the hours pay
+# Sizes that may be the best for hours of a device, around the best at the recipe's own speed; small
+# models do not use a device as well as large ones.
+AROUND = (1 / 8, 64, 20)
+TOKENS_KEY = "train.tokens_per_parameter"
 ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
 
 
@@ -62,7 +68,6 @@ class Best(NamedTuple):
     tokens: float
     loss: Range
     command: str  # that trains the nearest shape, or why there is none
-    speed_of: str  # the shape whose plan has the speed, for a budget of hours
 
 
 @dataclass(frozen=True)
@@ -111,40 +116,54 @@ class Ladder:
         unique = planned.tokens / planned.epochs if planned.epochs else 0
         return self.law.predict(size, effective_tokens(planned.tokens, unique))
 
-    def best(self, flops: float, hours: float = 0.0, device: str = "") -> Best:
-        """The answer to a budget of FLOPs, or of hours of a device (`flops`: a first guess).
-
-        Its own shape has the speed, or the last one on the way to it that the device can hold.
-        """
-        recipe = self.study.recipe
-        speed_of = f"{recipe.model.layers}x{recipe.model.width}"
-        for _ in range(ROUNDS if hours else 0):
-            row = self._assignment(*self.law.optimum(flops))
-            planned = plan(recipe.replace(row), device=device)
-            counted, spent = self._size(planned), planned.device_hours
-            if not (counted and spent and planned.tokens):
-                break
-            flops = hours * 6 * counted * planned.tokens / spent
-            speed_of = f"{row['model.layers']}x{row['model.width']}"
+    def best(self, flops: float) -> Best:
+        """The answer to a budget of FLOPs."""
         size, tokens = self.law.optimum(flops)
+        vocab = read_inputs(self.study.recipe).size.vocab or 0
         try:
-            command = self.study.winner_command(self._assignment(size, tokens))
+            command = self.study.winner_command(self._assignment(size, tokens, vocab))
         except UserError as error:
             command = f"no shape of this recipe: {error}"
-        return Best(flops, size, tokens, self.law.predict(size, tokens), command, speed_of)
+        return Best(flops, size, tokens, self.law.predict(size, tokens), command)
+
+    def best_in(self, hours: float, device: str) -> Best:
+        """The answer to a budget of hours of a device: the best of the shapes around a first guess,
+        each at the speed of its own plan."""
+        recipe, answers = self.study.recipe, list[tuple[float, float, float, Assignment]]()
+        guess, tokens = self.law.optimum(hours * flops_per_hour(recipe, device))
+        inputs = read_inputs(recipe, device=device)
+        for factor in np.geomspace(*AROUND):
+            with suppress(UserError):  # no such shape
+                row = self._assignment(factor * guess, tokens, inputs.size.vocab or 0)
+                own = replace(inputs, recipe=recipe.replace(row))
+                planned = assemble(own, predicted_speed(own)[0])
+                size, total, spent = (
+                    self._size(planned),
+                    planned.size.parameters,
+                    planned.device_hours,
+                )
+                if size and total and planned.tokens and spent:
+                    tokens_paid = hours * planned.tokens / spent
+                    row[TOKENS_KEY] = float(f"{tokens_paid / total:.4g}")
+                    answers.append((self.law.loss(size, tokens_paid), size, tokens_paid, row))
+        if not answers:
+            raise UserError(f"{argument('device', device)}: no size for these hours has a plan")
+        _, best, tokens, row = min(answers, key=lambda answer: answer[0])
+        loss, command = self.law.predict(best, tokens), self.study.winner_command(row)
+        return Best(6 * best * tokens, best, tokens, loss, command)
 
     def _size(self, planned: Plan) -> int | None:
         """N of a plan as the law counts it."""
         return planned.size.parameters if self.law.embeddings else planned.size.non_embedding
 
-    def _assignment(self, size: float, tokens: float) -> Assignment:
+    def _assignment(self, size: float, tokens: float, vocab: int) -> Assignment:
         """The settings of the shape nearest to a size of the law, by the rules of the ladder, with
         as many tokens as cost the same."""
-        recipe, vocab = self.study.recipe, read_inputs(self.study.recipe).size.vocab or 0
+        recipe = self.study.recipe
         [row] = assignments(recipe, [f"{size:.0f}"], [1.0], vocab, self.law.embeddings)
         shape = count(recipe.replace(row).model, vocab)
         tokens *= size / (shape.total if self.law.embeddings else shape.non_embedding)
-        return row | {"train.tokens_per_parameter": float(f"{tokens / shape.total:.4g}")}
+        return row | {TOKENS_KEY: float(f"{tokens / shape.total:.4g}")}
 
     def _compared(self, recipe: Recipe) -> dict[str, Any]:
         """The settings behind a loss, with the real paths of files, but for amounts of data."""
@@ -251,7 +270,7 @@ def assignments(
         shape["train.global_batch"] = 1 << max(0, round(batch).bit_length() - 1)
         rows.append(shape)
     pairs = itertools.product(rows, tokens)
-    return [shape | {"train.tokens_per_parameter": float(each)} for shape, each in pairs]
+    return [shape | {TOKENS_KEY: float(each)} for shape, each in pairs]
 
 
 def shape_of(recipe: Recipe, size: str, vocab: int, embeddings: bool = True) -> Assignment:
