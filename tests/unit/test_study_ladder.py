@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shlex
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -12,14 +13,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from report_fixtures import build_run
+from report_fixtures import build_run, edit
 
 from helpers import write_corpus, write_ledger
-from windlass import Recipe, Study, UserError, plan, report, train
+from windlass import Recipe, Run, Study, UserError, plan, report, train
 from windlass.ledger import last_start
 from windlass.model.size import count
-from windlass.reports.law import compute_chart, residuals
-from windlass.study.ladder import assignments, create_ladder, join, open_ladder, shape_of
+from windlass.reports.law import compute_chart, predicted_chart, residuals
+from windlass.study.ladder import (
+    assignments,
+    create_ladder,
+    join,
+    open_ladder,
+    shape_of,
+)
 from windlass.study.law import FORMS, Law, Observation, effective_tokens, fit_law
 from windlass.study.numbers import BITS
 from windlass.telemetry.measures import show
@@ -112,7 +119,8 @@ def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monke
     path, again = tmp_path / "my ladder", tmp_path / "other"
     settings = (f"{key}={value}" for key, value in SHAPE.items())
     words = ["ladder", "quickstart", *settings, "--sizes", "1x16,2x16", "--dir", path]
-    assert f"`windlass submit '{path}'`" in call(*words, "--create")[0]
+    assert f"`windlass submit '{path}'`" in call(*words, "--create", "--world", "2")[0]
+    assert Study.open(path).world == 2
     monkeypatch.setattr("windlass.study.ladder.sweep", None)  # nothing trains
     for more, message in (
         (["train.steps=3"], "train.steps"),
@@ -165,9 +173,19 @@ def test_a_ladder_fits_answers_and_reports(ladder, call, tmp_path: Path):
     best = answer["optimum"]
     assert best["parameters"] * best["tokens"] * 6 == pytest.approx(1e9)
     written = report("lad", plots=True)
+    assert answer["optimum"]["command"].startswith("windlass train lad/recipe.toml model.layers=")
     assert "The law of scaling" in written.page.read_text()
     assert show(answer["mean_error"], "share") in written.markdown.read_text()
-    assert {"law-compute", "law-slices", "law-residuals"} <= written.plots.keys()
+    names = {"law-compute", "law-predicted", "law-residuals", "law-slices"}
+    assert names <= written.plots.keys()
+    chart = predicted_chart(seen)
+    solid = [one for one in chart.series if one.points == "median"]
+    outside = {
+        one.loss: one.loss * (1 + answer["errors"][one.name]) for one in runs_of(seen, "2x16")
+    }
+    assert [dict(zip(one.x, one.y, strict=True)) for one in solid] == [pytest.approx(outside)]
+    assert sum(len(one.x) for one in chart.series if one.points == "only") == 9
+    assert all((np.diff(one.x) >= 0).all() for one in chart.series), "the page searches in them"
     assert len((tmp_path / "lad/report/law-runs.csv").read_text().splitlines()) == 10
     with pytest.raises(UserError, match="a law predicts runs, and lad is a study"):
         report("lad", law="lad")
@@ -189,6 +207,57 @@ def test_a_ladder_fits_answers_and_reports(ladder, call, tmp_path: Path):
             seen.predict(recipe.replace(change), planned)
     bits = replace(seen, measure=BITS)
     assert bits.predict(recipe.replace("data.tokenizer=char"), planned).loss > 0
+
+
+def test_hours_and_money_count_at_the_speed_of_the_answer(ladder, call):
+    """FLOPs of the hours are those of the answer's own plan, not of the small recipe's."""
+    seen, _ = ladder
+    words = ["ladder", "lad", "--device", "A100-80GB"]
+    hours = json.loads(call(*words, "--hours", "0.001", "--json")[0])["optimum"]
+    money = json.loads(call(*words, "--money", "0.002", "--price", "2", "--json")[0])["optimum"]
+    assert money == hours
+    settings = shlex.split(hours["command"])[3:]
+    planned = plan("lad/recipe.toml", settings, device="A100-80GB")
+    assert planned.device_hours == pytest.approx(0.001, rel=0.02)
+    size = planned.size.parameters if seen.law.embeddings else planned.size.non_embedding
+    assert [size, planned.tokens] == pytest.approx([hours["parameters"], hours["tokens"]], rel=0.02)
+    shown = call(*words, "--money", "0.002", "--price", "2")[0]
+    assert "for 0.001 h of A100-80GB" in shown and hours["command"] in shown
+    assert "belong together" in call(*words, "--money", "3", code=2)[1]
+    assert "one budget" in call(*words, "--hours", "3", "--flops", "1e9", code=2)[1]
+
+
+def test_a_ladder_of_several_tokenizers_is_in_bits_per_byte(ladder):
+    """A run with another tokenizer joins; 2 nats at 2 bytes a token are 1 / ln 2 bits per byte."""
+    seen, run = ladder
+    other = Path("other")
+    shutil.copytree(run.path, other)
+    (other / "recipe.toml").write_text(run.recipe.replace("data.tokenizer=char").toml())
+    (other / "tokenizer/windlass.json").write_text('{"fingerprint": "other"}')
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    size = next(x for x in lines if x["kind"] == "eval")["tokens"]  # bytes: the tokenizer is byte
+    tokens = {"loss": 2.0, "tokens": size // 2, "bits_per_byte": 1 / math.log(2)}
+    lines = [line | tokens if line["kind"] == "eval" else line for line in lines]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for place in (study.path for study in seen.study.runs()):
+        edit(Run(place), in_bits)
+    mixed = open_ladder("lad", [Run(other)])
+    assert (mixed.measure, mixed.unit) == (BITS, "bits per byte")
+    assert mixed.further[0].loss == pytest.approx(1 / math.log(2))
+    losses = [one.loss * math.log(2) for one in mixed.observations if one.in_fit]
+    assert losses == pytest.approx([one.loss for one in seen.observations])
+    assert mixed.earlier.loss(1e4, 1e4) == pytest.approx(
+        seen.law.loss(1e4, 1e4) / math.log(2), rel=0.02
+    )
+
+
+def in_bits(line):
+    """An evaluation by bytes: a token is a byte."""
+    return line | ({"bits_per_byte": line["loss"] / math.log(2)} if "loss" in line else {})
+
+
+def runs_of(seen, name):
+    return [one for one in seen.observations if one.name.startswith(name)]
 
 
 def test_a_run_that_diverged_or_was_cut_is_left_out(ladder):

@@ -15,7 +15,7 @@ from windlass.cli.runs import show_study
 from windlass.errors import DONE, FAILED, UserError, plural
 
 if TYPE_CHECKING:
-    from windlass.study.ladder import Ladder
+    from windlass.study.ladder import Best, Ladder
     from windlass.study.progress import Progress
     from windlass.study.study import Study
 
@@ -242,6 +242,7 @@ def ladder(
     from windlass.study import ladder as ladders
     from windlass.study import runner as studies
     from windlass.study.progress import Progress
+    from windlass.telemetry.measures import short
 
     if sum(map(bool, (flops, hours, money))) > 1:
         raise UserError("give one budget: --flops, --hours or --money")
@@ -254,26 +255,34 @@ def ladder(
     if tokens and min(ratios, default=0) <= 0:
         raise UserError(f"--tokens {tokens}: write tokens per parameter with commas, as 5,10,20")
     names = [name.strip() for name in sizes.split(",") if name.strip()]
-    study = ladders.create_ladder(recipe, names, ratios, overrides, dir_)
+    study = ladders.create_ladder(recipe, names, ratios, overrides, dir_, world)
     if create:
         return show_created(study)
-    if hours or money:
-        flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
+    if money:
+        hours = money / price
+    if hours:
+        ladders.flops_per_hour(study.recipe, device)  # fails before anything trains
     progress = Progress(sys.stderr if json_ else sys.stdout)
-    studies.sweep(study, world=world, workers=workers, retry_failed=retry_failed, progress=progress)
+    studies.sweep(study, workers=workers, retry_failed=retry_failed, progress=progress)
     seen = ladders.open_ladder(study, added)
+    best = seen.best(flops) if flops else seen.best_in(hours, device) if hours else None
     if json_:
-        print_json(_law_as_json(seen, flops))
+        print_json(_law_as_json(seen, best))
     else:
-        _show_law(seen, flops, progress)
+        _show_law(seen, progress)
+        if best:
+            budget = f"{hours:.3g} h of {device}, " if hours else ""
+            answer = f"{short(best.size)} {seen.law.counted}, {short(best.tokens)} tokens"
+            progress.notify(f"best for {budget}{best.flops:.3g} FLOPs: {answer}, loss {best.loss}")
+            progress.console.out(f"  {best.command}")
+        progress.notify(f"report: windlass report {shlex.quote(str(study.path))}")
     if added:
         ladders.join(study, added)
     return exit_code(study)
 
 
-def _show_law(seen: Ladder, flops: float, progress: Progress) -> None:
+def _show_law(seen: Ladder, progress: Progress) -> None:
     from windlass.reports.law import error_table, law_table, predicted_table
-    from windlass.telemetry.measures import short
 
     tables = [law_table(seen), error_table(seen)]
     tables += [predicted_table(seen)] if seen.further else []
@@ -281,28 +290,21 @@ def _show_law(seen: Ladder, flops: float, progress: Progress) -> None:
         progress.console.print(table.terminal(progress.console.width, table.title))
         for note in table.notes:
             progress.console.print(note)
-    if flops:
-        size, tokens = seen.law.optimum(flops)
-        best = f"{short(size)} {seen.law.counted}, {short(tokens)} tokens"
-        loss = seen.law.predict(size, tokens)
-        progress.notify(f"best for {flops:.3g} FLOPs: {best}, loss {loss}")
-    progress.notify(f"report: windlass report {shlex.quote(str(seen.study.path))}")
 
 
-def _law_as_json(seen: Ladder, flops: float) -> dict[str, Any]:
-    """The law, and the best size for `flops`, if there is a budget."""
-    law, best = seen.law, seen.forms[0]
+def _law_as_json(seen: Ladder, best: Best | None) -> dict[str, Any]:
+    """The law, and the best size for the budget, if there is one."""
+    law, chosen = seen.law, seen.forms[0]
     values: dict[str, Any] = {
         "form": law.form,
         "embeddings": law.embeddings,
         "constants": {name: list(values) for name, values in law.constants().items()},
         "measure": seen.measure,
-        "mean_error": best.mean,
-        "errors": best.errors,
+        "mean_error": chosen.mean,
+        "errors": chosen.errors,
         "left_out": seen.left_out,
     }
-    if flops:
-        size, tokens = law.optimum(flops)
-        optimum = {"flops": flops, "parameters": size, "tokens": tokens}
-        values["optimum"] = optimum | law.predict(size, tokens)._asdict()
+    if best:
+        optimum = {**best._asdict(), "parameters": best.size, **best.loss._asdict()}
+        values["optimum"] = {name: x for name, x in optimum.items() if name != "size"}
     return values

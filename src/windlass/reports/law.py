@@ -35,10 +35,11 @@ def ladder_view(study: Study) -> LawView:
     except UserError as error:
         return LawView(remark=f"{str(error)[:1].upper()}{str(error)[1:]}.")
     law, runs = seen.law, seen.observations
-    charts = [compute_chart(law, runs, seen.unit), slices(law, runs, seen.unit)]
+    charts = [compute_chart(law, runs, seen.unit), predicted_chart(seen)]
+    charts += [residuals(law, runs), slices(law, runs, seen.unit)]
     off = show(seen.forms[0].mean, "share")
     summary = f"It predicts the largest runs from the others with a mean error of {off}"
-    return LawView(tables, [*charts, residuals(law, runs)], summary)
+    return LawView(tables, charts, summary)
 
 
 def prediction_view(ladder: str, runs: Sequence[Run]) -> LawView:
@@ -165,6 +166,28 @@ def slices(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     title, axis = "Equal compute, different sizes", decades(n.tolist(), law.counted)
     note = f"against {axis.label}; no token is repeated"
     return Chart("law-slices", title, unit, series, x=axis, note=note)
+
+
+def predicted_chart(ladder: Ladder) -> Chart:
+    """The law's losses against the measured ones, and its predictions of the largest runs."""
+    errors, series = ladder.forms[0].errors, list[Series]()
+    losses = sorted(one.loss for one in ladder.observations)
+    for number, (name, runs) in enumerate(by_size(ladder.observations)):
+        own = sorted(runs, key=lambda one: one.loss)
+        fitted = np.array([ladder.law.of_run(one) for one in own])
+        at = {"x": np.array([one.loss for one in own])}
+        series.append(Series(name, fitted, at, number, points="only"))
+        outside = [one for one in own if one.name in errors]
+        if outside:
+            at = {"x": np.array([one.loss for one in outside])}
+            predicted = at["x"] * np.array([1 + errors[one.name] for one in outside])
+            series.append(Series(f"{name}, predicted", predicted, at, number, points="median"))
+    ticks = np.linspace(losses[0], losses[-1], 5).tolist()
+    ends = np.array([losses[0], losses[-1]])
+    series.append(Series("equal", ends, {"x": ends}, grey=True))
+    axis = Axis("measured loss", ticks, [f"{tick:.3g}" for tick in ticks])
+    note = "against the measured loss; hollow: fitted, solid: predicted without these runs"
+    return Chart("law-predicted", "Predicted and measured", ladder.unit, series, x=axis, note=note)
 
 
 def residuals(law: Law, runs: Sequence[Observation]) -> Chart:

@@ -10,15 +10,18 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
 from windlass.estimate.inputs import read_inputs
-from windlass.estimate.plan import Plan, plan
+from windlass.estimate.plan import Plan, assemble, plan, predicted_speed
 from windlass.fileio import read_json, write_atomic
 from windlass.model.size import count
 from windlass.recipe import Changes, ModelSettings, Recipe
@@ -50,7 +53,21 @@ LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
 TOKENS = (5.0, 10.0, 20.0, 40.0)  # for each parameter
 AMOUNTS = ("data.max_tokens", "data.val_fraction", "data.val_shards", "data.eval_size")
 JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
+# Sizes that may be the best for hours of a device, around the best at the recipe's own speed; small
+# models do not use a device as well as large ones.
+AROUND = (1 / 8, 64, 20)
+TOKENS_KEY = "train.tokens_per_parameter"
 ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
+
+
+class Best(NamedTuple):
+    """The size and tokens with the lowest loss for a budget."""
+
+    flops: float  # 6 N D, with N as the law counts it
+    size: float
+    tokens: float
+    loss: Range
+    command: str  # that trains the nearest shape, or why there is none
 
 
 @dataclass(frozen=True)
@@ -91,13 +108,62 @@ class Ladder:
                 law = f"the law of {self.study.path} is of {key} = {wanted[key]!r}"
                 problem = f"{law}, and the recipe has {given.get(key)!r}"
                 raise UserError(f"{problem}: their losses in {self.unit} do not compare")
-        size = planned.size.parameters if self.law.embeddings else planned.size.non_embedding
+        size = self._size(planned)
         if not size or not planned.tokens:
             why = "; ".join(dict.fromkeys(planned.unknown.values()))
             why = why or "the size does not count blocks alone"
             raise UserError(f"the law needs size and tokens of the plan, which are unknown: {why}")
         unique = planned.tokens / planned.epochs if planned.epochs else 0
         return self.law.predict(size, effective_tokens(planned.tokens, unique))
+
+    def best(self, flops: float) -> Best:
+        """The answer to a budget of FLOPs."""
+        size, tokens = self.law.optimum(flops)
+        vocab = read_inputs(self.study.recipe).size.vocab or 0
+        try:
+            command = self.study.winner_command(self._assignment(size, tokens, vocab))
+        except UserError as error:
+            command = f"no shape of this recipe: {error}"
+        return Best(flops, size, tokens, self.law.predict(size, tokens), command)
+
+    def best_in(self, hours: float, device: str) -> Best:
+        """The answer to a budget of hours of a device: the best of the shapes around a first guess,
+        each at the speed of its own plan."""
+        recipe, answers = self.study.recipe, list[tuple[float, float, float, Assignment]]()
+        guess, tokens = self.law.optimum(hours * flops_per_hour(recipe, device))
+        inputs = read_inputs(recipe, device=device)
+        for factor in np.geomspace(*AROUND):
+            with suppress(UserError):  # no such shape
+                row = self._assignment(factor * guess, tokens, inputs.size.vocab or 0)
+                own = replace(inputs, recipe=recipe.replace(row))
+                planned = assemble(own, predicted_speed(own)[0])
+                size, total, spent = (
+                    self._size(planned),
+                    planned.size.parameters,
+                    planned.device_hours,
+                )
+                if size and total and planned.tokens and spent:
+                    tokens_paid = hours * planned.tokens / spent
+                    row[TOKENS_KEY] = float(f"{tokens_paid / total:.4g}")
+                    answers.append((self.law.loss(size, tokens_paid), size, tokens_paid, row))
+        if not answers:
+            raise UserError(f"{argument('device', device)}: no size for these hours has a plan")
+        _, best, tokens, row = min(answers, key=lambda answer: answer[0])
+        loss, command = self.law.predict(best, tokens), self.study.winner_command(row)
+        return Best(6 * best * tokens, best, tokens, loss, command)
+
+    def _size(self, planned: Plan) -> int | None:
+        """N of a plan as the law counts it."""
+        return planned.size.parameters if self.law.embeddings else planned.size.non_embedding
+
+    def _assignment(self, size: float, tokens: float, vocab: int) -> Assignment:
+        """The settings of the shape nearest to a size of the law, by the rules of the ladder, with
+        as many tokens as cost the same."""
+        recipe = self.study.recipe
+        [row] = assignments(recipe, [f"{size:.0f}"], [1.0], vocab, self.law.embeddings)
+        shape = count(recipe.replace(row).model, vocab)
+        tokens *= size / (shape.total if self.law.embeddings else shape.non_embedding)
+        return row | {TOKENS_KEY: float(f"{tokens / shape.total:.4g}")}
 
     def _compared(self, recipe: Recipe) -> dict[str, Any]:
         """The settings behind a loss, with the real paths of files, but for amounts of data."""
@@ -135,7 +201,8 @@ def ladder(
     Raises UserError if the grid is invalid or allows no law, and Stopped after a signal, with
     everything saved.
     """
-    return sweep(create_ladder(recipe, sizes, tokens, overrides, path), **options)
+    study = create_ladder(recipe, sizes, tokens, overrides, path, options.get("world", 0))
+    return sweep(study, **options)
 
 
 def create_ladder(
@@ -144,10 +211,11 @@ def create_ladder(
     tokens: Sequence[float] = (),
     overrides: Changes = (),
     path: str | Path | None = None,
+    world: int = 0,
 ) -> Study:
     base, _, place = load_study(recipe, "sweep", overrides)
     if not sizes and place and not tokens and path is None:
-        study = Study.create(base, (), place)
+        study = Study.create(base, (), place, world=world)
         _check_kind(study)
         return study
     if not sizes:
@@ -174,7 +242,7 @@ def create_ladder(
     outside = held_out(observations)
     for form in FORMS:
         check([one for one in observations if one not in outside], form)
-    return Study.create(base, grid, path, kind="ladder")
+    return Study.create(base, grid, path, kind="ladder", world=world)
 
 
 def _check_kind(study: Study) -> None:
@@ -184,13 +252,17 @@ def _check_kind(study: Study) -> None:
 
 
 def assignments(
-    recipe: Recipe, sizes: Sequence[str], tokens: Sequence[float], vocab: int
+    recipe: Recipe,
+    sizes: Sequence[str],
+    tokens: Sequence[float],
+    vocab: int,
+    embeddings: bool = True,
 ) -> list[Assignment]:
     """The grid of a ladder: shape, learning rate and batch of each size, times the tokens."""
     parameters = count(recipe.model, vocab).total
     rows = []
     for size in sizes:
-        shape = shape_of(recipe, size, vocab)
+        shape = shape_of(recipe, size, vocab, embeddings)
         ratio = count(recipe.replace(shape).model, vocab).total / parameters
         if not recipe.model.mup_base_width:
             shape["optim.lr"] = float(f"{recipe.optim.lr * ratio**LR_EXPONENT:.3g}")
@@ -198,11 +270,12 @@ def assignments(
         shape["train.global_batch"] = 1 << max(0, round(batch).bit_length() - 1)
         rows.append(shape)
     pairs = itertools.product(rows, tokens)
-    return [shape | {"train.tokens_per_parameter": float(each)} for shape, each in pairs]
+    return [shape | {TOKENS_KEY: float(each)} for shape, each in pairs]
 
 
-def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
+def shape_of(recipe: Recipe, size: str, vocab: int, embeddings: bool = True) -> Assignment:
     """Layers and width of a size, with heads and the feed-forward layer as the recipe has them.
+    `embeddings`: whether the size counts them.
 
     Heads keep their width. For each number of layers, the width is the multiple of a head's width
     with the nearest size; of these shapes within ASPECT of the recipe's width / layers the nearest.
@@ -224,7 +297,8 @@ def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
 
     def parameters(shape: Assignment) -> int:
         changes = {key.removeprefix("model."): value for key, value in shape.items()}
-        return count(model.model_copy(update=changes), vocab).total
+        sizes = count(model.model_copy(update=changes), vocab)
+        return sizes.total if embeddings else sizes.non_embedding
 
     def distance(shape: Assignment) -> float:
         total = parameters(shape)
@@ -329,7 +403,8 @@ def join(study: Study, runs: Sequence[Run]) -> None:
 
 
 def flops_per_hour(recipe: Recipe, device: str) -> float:
-    """FLOPs that training a recipe gets from an hour of a device, by its plan."""
+    """FLOPs that training a recipe gets from an hour of a device, by its plan; UserError if that
+    lacks the speed."""
     planned = plan(recipe, device=device)
     if not planned.flops or not planned.device_hours:
         why = "; ".join(dict.fromkeys(planned.unknown.values()))
