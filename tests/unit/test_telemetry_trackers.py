@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import refused, windlass, write_ledger
+from windlass.fileio import locked
 from windlass.ledger import Ledger
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -199,6 +200,14 @@ def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
     monkeypatch.setattr("windlass.errors.installed", lambda package: False)
     with refused("pip install mlflow"):
         track(run, "mlflow")
+
+
+def test_a_replay_does_not_wait_for_the_exporter_of_a_live_run(run):
+    write(run, 0, 0, 1)
+    (run.path / "trackers").mkdir()
+    held = locked(run.lock_path), locked(run.path / "trackers" / "tensorboard.lock")
+    with held[0], held[1], refused("sends it to tensorboard", "wait for the end"):
+        track(run, "tensorboard")
 
 
 def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from windlass.errors import RunFailed, UserError, require
+from windlass.fileio import lock_held
 from windlass.processes import MODULE
 from windlass.recipe.settings import Tracker
 from windlass.run import Run
@@ -62,7 +63,7 @@ class Trackers:
             for line in (process.stdout.read() or b"").splitlines():  # a pipe splits no short line
                 text, failed = json.loads(line)
                 if failed:
-                    self._warn(name, text)
+                    self._warn(name, f"{text} (tried again)")
                 else:
                     self._notes.append(Note(f"{name}: {text}"))
             if code:
@@ -112,7 +113,7 @@ def track(run: str | Path | Run, name: str) -> list[Note]:
         name: `tensorboard`, `mlflow` or `wandb`.
 
     Raises:
-        UserError: There is nothing to send, or the library is missing.
+        UserError: There is nothing to send, the library is missing, or the training sends it.
         RunFailed: The tracker did not take everything.
     """
     if name not in get_args(Tracker):
@@ -121,6 +122,9 @@ def track(run: str | Path | Run, name: str) -> list[Note]:
     run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
         raise UserError(f"{run.path} lacks a ledger ({run.metrics_path.name}): train first")
+    if run.alive and lock_held(run.path / "trackers" / f"{name}.lock"):
+        problem = f"{run.path} trains, and its own exporter sends it to {name}"
+        raise UserError(f"{problem}, again after each error: wait for the end of the run")
     trackers = Trackers(run.path, [name], NO_LIMIT)
     process = trackers.processes.get(name)
     notes = trackers.finish(NO_LIMIT)
