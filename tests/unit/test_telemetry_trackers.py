@@ -217,6 +217,7 @@ def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = windlass("track", run.path, "--to", "mlflow", code=1)
     assert "trackers/mlflow.log" in done.stderr and "broken" in done.stderr
+    assert "windlass track" not in done.stderr, "that is what failed"
 
 
 def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):

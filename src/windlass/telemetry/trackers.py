@@ -34,7 +34,7 @@ class Trackers:
     `finish` waits, and nothing here raises OSError."""
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float = FLUSH_SECONDS):
-        self.run = run
+        self.run, self.is_replay = run, flush_seconds == NO_LIMIT
         self.processes: dict[str, Any] = {}  # subprocess.Popen by name
         self._notes: list[Note] = []
         self._warned: set[str] = set()
@@ -63,7 +63,7 @@ class Trackers:
             for line in (process.stdout.read() or b"").splitlines():  # a pipe splits no short line
                 text, failed = json.loads(line)
                 if failed:
-                    self._warn(name, f"{text} (tried again)")
+                    self._warn(name, text)
                 else:
                     self._notes.append(Note(f"{name}: {text}"))
             if code:
@@ -101,8 +101,10 @@ class Trackers:
         """Keep the first warning about each tracker."""
         if name not in self._warned:
             self._warned.add(name)
-            remedy = f"nothing is lost: `windlass track {self.run} --to {name}` replays the ledger"
-            self._notes.append(Note(f"{name}: {problem}; {remedy}", warning=True))
+            if not self.is_replay:
+                command = f"`windlass track {self.run} --to {name}`"
+                problem += f"; nothing is lost: {command} replays the ledger"
+            self._notes.append(Note(f"{name}: {problem}", warning=True))
 
 
 def track(run: str | Path | Run, name: str) -> list[Note]:
