@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from windlass.ledger import Line, now
 from windlass.telemetry import terminal
@@ -36,7 +36,7 @@ class Console:
         self.steps, self.rank = steps, rank
         # A terminal may go away. Python without a console has no standard output.
         output = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-        self._stream: Any = terminal.SafeStream(output)
+        self._stream = cast(TextIO, terminal.SafeStream(output))
         self._first: tuple[float, int] | None = None  # time and step of the first logged step
         self._drawn = time.monotonic()
         self._step = 0
