@@ -2,6 +2,7 @@
 speeds, epochs.
 """
 
+import json
 import time
 from pathlib import Path
 
@@ -84,6 +85,24 @@ def test_mfu_and_compute_optimal_steps_count_all_rows_of_the_model(
         assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops / 1e12)
     tokens = 0.02 * count(model, 2000).total
     assert run.summary["steps"] == int(tokens / model.context / recipe.train.global_batch)
+
+
+def test_mfu_of_padded_rows_counts_attention_inside_the_items(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "peak_flops", lambda *_, **__: 1e12)
+    talks = [{"prompt": "x" * n, "completion": "y" * n} for n in (2, 3, 30)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, talks * 4)))
+    own = {"data.source": f"'{tmp_path / 'chat.jsonl'}'", "data.format": "chat"}
+    own |= {"data.tokenizer": "byte", "data.val_fraction": 0, "eval.every": 0}
+    own |= {"model.context": 256, "train.steps": 2}
+    recipe = recipe_of(tmp_path, tmp_path / "run", **own)
+    run, sizes = train(recipe), open_data(recipe).train.sizes  # type: ignore[union-attr]
+    attended = float((sizes**2).sum() / sizes.sum())
+    assert 40 < attended < 100
+    flops = flops_per_token(recipe.model, 257, attended)
+    for line in run.lines("train"):
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops / 1e12)
 
 
 def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_peaks_of_real_names():
     assert {key: (peak_flops(*key) or 0) / 1e12 or None for key in PEAKS} == PEAKS
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
     assert find_device("NVIDIA A100 80GB PCIe").memory_bytes == 80 * GIB
+    assert find_device("T4").memory_bytes == 15 * GIB, "as nvidia-smi shows: ECC takes a sixteenth"
 
 
 @pytest.mark.parametrize("name", sorted(presets()))

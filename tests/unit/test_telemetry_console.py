@@ -142,17 +142,14 @@ def test_progress_of_an_evaluation(monkeypatch):
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path, monkeypatch, live):
-    class Gone(io.StringIO):
-        def isatty(self):
-            return live
-
-        def write(self, text):
-            raise OSError("Input/output error")
-
     monkeypatch.setenv("TERM", "xterm")
-    show(Console(200, stream=Gone()), tmp_path / "log.txt")
+    for log in (tmp_path / "log.txt", tmp_path / "log.txt" / "no-directory"):
+        reader, writer = pty.openpty() if live else os.pipe()
+        with open(writer, "w") as stream:
+            console = Console(200, stream=stream)
+            os.close(reader)
+            show(console, log)
     assert "saved 100/200 | checkpoints/step-00000100 | 0.50 s" in plain(tmp_path / "log.txt")
-    show(Console(200, stream=Gone()), tmp_path / "log.txt" / "no-directory")
 
 
 def test_the_time_left_counts_evaluations_but_not_the_time_before_the_first_step(monkeypatch):

@@ -180,6 +180,11 @@ def test_throughput_after_a_resume_counts_each_step_that_was_made():
     assert speed.mfu == pytest.approx((0.4 * 0.9 + 0.2 * 2.0) / seconds)
 
 
+def read(lines):
+    """The numbers of a report."""
+    return RunNumbers(lines, lines).values()
+
+
 def test_the_speed_of_evaluations():
     first, place = train_line(1, 9000, 10), {"kind": "eval", "suite": "loss", "loss": 2.0}
     ledger = [
@@ -191,6 +196,9 @@ def test_the_speed_of_evaluations():
     ]
     assert averages(ledger)["eval_samples_per_s"] == evaluation_speed(ledger) == 56 / 8
     assert averages([]) == {} and evaluation_speed([first]) is None
+    event = {"kind": "event", "event": "first_step"}
+    starts = [event | {"step": 1, "startup_s": 9.0}, event | {"step": 8, "startup_s": 4.0}]
+    assert averages(starts) == {"startup_s": 4.0} == {"startup_s": read(starts)["startup_s"]}
 
 
 def test_mfu_by_the_numbers_of_a_known_run():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import refused, windlass, write_ledger
+from windlass.fileio import locked
 from windlass.ledger import Ledger
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -201,6 +202,14 @@ def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
         track(run, "mlflow")
 
 
+def test_a_replay_does_not_wait_for_the_exporter_of_a_live_run(run):
+    write(run, 0, 0, 1)
+    (run.path / "trackers").mkdir()
+    held = locked(run.lock_path), locked(run.path / "trackers" / "tensorboard.lock")
+    with held[0], held[1], refused("sends it to tensorboard", "wait for the end"):
+        track(run, "tensorboard")
+
+
 def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypatch):
     write(run, 0, 0, 1)
     (tmp_path / "mlflow").mkdir()
@@ -208,6 +217,7 @@ def test_track_fails_where_the_tracker_does_not_take_it(run, tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = windlass("track", run.path, "--to", "mlflow", code=1)
     assert "trackers/mlflow.log" in done.stderr and "broken" in done.stderr
+    assert "windlass track" not in done.stderr, "that is what failed"
 
 
 def test_a_studys_runs_are_sent_too(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def table() -> dict[str, Device]:
     for chip in device_table()["chip"]:
         for short, board in chip.get("boards", {}).items():
             link, bandwidth = board["link"] * 1e9, board["bandwidth"] * 1e9
-            devices[short] = Device(board["name"], "cuda", board["gib"] * GIB, link, bandwidth)
+            devices[short] = Device(board["name"], "cuda", int(board["gib"] * GIB), link, bandwidth)
     return devices
 
 

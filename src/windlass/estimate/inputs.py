@@ -53,7 +53,6 @@ class PlanInputs:
     reason: str = "the data is not prepared (windlass prepare RECIPE)"  # why they are unknown
     done: int = 0  # steps
     steps: int | None = None  # of a run that has begun
-    micro_batch: int = 0  # of a run's last start
     # Counted sizes of a Hugging Face model, or of a GPT with `freeze`.
     counted: CountedSizes | None = None
     hf_reason: str = ""  # why the count failed
@@ -84,8 +83,6 @@ class PlanInputs:
     @property
     def layout(self) -> Layout:
         recipe, vocab = self.recipe, self.size.vocab or 0
-        if self.micro_batch and not recipe.train.micro_batch:
-            recipe = recipe.replace({"train.micro_batch": self.micro_batch})
         of_hf = self.counted if recipe.model.kind == "hf" else None
         return layout_on(recipe, vocab, self.world, self.device, self.precision, counted=of_hf)
 
@@ -156,8 +153,11 @@ def read_inputs(
     per_sample = last["tokens"] / last["samples"] if counted else None
     padded = [x for x in train if x.get("padded_tokens_per_s") and x.get("tokens_per_s")]
     growth = sum(x["padded_tokens_per_s"] / x["tokens_per_s"] for x in padded) / max(1, len(padded))
+    if not (device or world or recipe.train.micro_batch):  # as the last start chose it
+        recipe = recipe.replace({"train.micro_batch": started.get("micro_batch", 0)})
     inputs = replace(
         inputs,
+        recipe=recipe,
         vocab=data.get("vocab"),
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
         tokens_per_sample=per_sample,
@@ -166,7 +166,6 @@ def read_inputs(
         steps=int(started["steps"]),
         val_samples=data.get("val", {}).get("samples", 0),
         mixture=data.get("mixture"),
-        micro_batch=0 if device or world else int(started.get("micro_batch", 0)),
     )
     return with_sizes(inputs, activations)
 

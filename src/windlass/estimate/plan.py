@@ -343,6 +343,8 @@ def predicted_speed(inputs: PlanInputs) -> tuple[Speed | None, str]:
         detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
     if layout.offload:
         detail += "; without the copies of parallel.offload"
+    if recipe.model.lora.base == "4bit":
+        detail += "; without the unpacking of 4-bit weights"
     width = network.network["width"] if isinstance(network, CountedSizes) else network.width
     ranges, reached = constants().ranges, None
     described = width >= NARROWEST and inputs.precision in ("bf16", "fp16")

@@ -45,8 +45,7 @@ class Sampling:
     def __post_init__(self) -> None:
         valid = self.max_tokens >= 1 and self.temperature >= 0 and self.top_k >= 0
         if not valid or not 0 < self.top_p <= 1:
-            limits = "max-tokens >= 1, temperature and top-k >= 0, 0 < top-p <= 1"
-            raise UserError(f"{limits}; not {self}")
+            raise UserError("write max-tokens >= 1, temperature and top-k >= 0, 0 < top-p <= 1")
 
 
 def uniform(seed: int, index: int, place: int) -> float:

@@ -1,5 +1,5 @@
 """The output of a run: a header, a live line in a terminal, plain lines elsewhere, and `log.txt`. A
-terminal that goes away or a full disk ends the output, never the run."""
+full disk ends the log, never the run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from windlass.ledger import Line, now
 from windlass.telemetry import terminal
@@ -34,7 +34,9 @@ class Console:
 
     def __init__(self, steps: int, rank: int = 0, stream: TextIO | None = None):
         self.steps, self.rank = steps, rank
-        self._stream: TextIO | None = stream or sys.stdout
+        # A terminal may go away. Python without a console has no standard output.
+        output = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+        self._stream = cast(TextIO, terminal.SafeStream(output))
         self._first: tuple[float, int] | None = None  # time and step of the first logged step
         self._drawn = time.monotonic()
         self._step = 0
@@ -45,7 +47,7 @@ class Console:
         self._log: TextIO | None = None
         self._terminal: Any = None  # rich.console.Console
         dumb = os.environ.get("TERM") == "dumb"
-        if rank == 0 and self._stream and self._stream.isatty() and not dumb:
+        if rank == 0 and self._stream.isatty() and not dumb:
             self._terminal = terminal.rich_console(self._stream)
 
     def open_log(self, path: Path) -> None:
@@ -71,8 +73,7 @@ class Console:
 
         options: dict[str, Any] = {"auto_refresh": False, "transient": True}
         self._live = Live(get_renderable=self._line, console=self._terminal, **options)
-        with self._while_terminal_is_there():
-            self._live.start(refresh=True)
+        self._live.start(refresh=True)
 
     def begin(self, doing: str) -> None:
         """Begin a phase of the start; if it lasts, a line names it."""
@@ -157,14 +158,13 @@ class Console:
         """Show a warning; with `own` on any rank, because rank 0 does not have it."""
         self._print(f"warning: {text}", style="yellow")
         if own and self.rank:
-            with self._while_terminal_is_there():
+            with contextlib.suppress(OSError):
                 print(f"rank {self.rank}: warning: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self.done()
         if self._live is not None:
-            with self._while_terminal_is_there():
-                self._live.stop()  # takes the line away
+            self._live.stop()  # takes the line away
         if self._log is not None:
             with contextlib.suppress(OSError):
                 self._log.close()
@@ -175,12 +175,11 @@ class Console:
             return
         text = terminal.printable(text)
         self.log([text])
-        with self._while_terminal_is_there():
-            if self._terminal is None:
-                print(text, file=self._stream, flush=True)
-                return
-            text = terminal.wrap(text, self._terminal.width, indent)
-            self._terminal.print(text, style=style, soft_wrap=True)
+        if self._terminal is None:
+            print(text, file=self._stream, flush=True)
+            return
+        text = terminal.wrap(text, self._terminal.width, indent)
+        self._terminal.print(text, style=style, soft_wrap=True)
 
     def _line(self) -> Any:
         from rich.progress_bar import ProgressBar
@@ -201,16 +200,6 @@ class Console:
 
     def _draw(self) -> None:
         self._drawn = time.monotonic()
-        if self._live is None:
-            return
-        with self._while_terminal_is_there():
+        if self._live is not None:
             self._terminal.width = terminal.size(self._stream).columns  # a window may change
             self._live.refresh()
-
-    @contextlib.contextmanager
-    def _while_terminal_is_there(self) -> Iterator[None]:
-        """Stop writing to a terminal that went away."""
-        try:
-            yield
-        except (OSError, ValueError):
-            self._terminal = self._live = self._stream = None

@@ -96,13 +96,6 @@ def describe_rank(
     return place | {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl))}
 
 
-def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The versions of Windlass, Python and torch; on GPUs also of CUDA and NCCL."""
-    numbers = {"windlass": __version__, "python": platform.python_version()}
-    numbers["torch"] = metadata.version("torch")
-    return numbers | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
-
-
 def describe_job(environ: Mapping[str, str]) -> dict[str, str]:
     """The scheduler, the job's id and the machine's name; empty outside a job."""
     name, job = find_job(environ)

@@ -106,7 +106,7 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
     speeds = speed._asdict() if speed else {}
     means = {f"{name}_mean": value for name, value in speeds.items() if value is not None}
     if firsts := [line for line in ledger if line.get("event") == "first_step"]:
-        means["startup_s"] = firsts[0]["startup_s"]
+        means["startup_s"] = firsts[-1]["startup_s"]  # of the last start
     if evaluated := evaluation_speed(ledger):
         means["eval_samples_per_s"] = evaluated
     return means

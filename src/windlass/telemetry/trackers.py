@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from windlass.errors import RunFailed, UserError, require
+from windlass.fileio import lock_held
 from windlass.processes import MODULE
 from windlass.recipe.settings import Tracker
 from windlass.run import Run
@@ -33,7 +34,7 @@ class Trackers:
     `finish` waits, and nothing here raises OSError."""
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float = FLUSH_SECONDS):
-        self.run = run
+        self.run, self.is_replay = run, flush_seconds == NO_LIMIT
         self.processes: dict[str, Any] = {}  # subprocess.Popen by name
         self._notes: list[Note] = []
         self._warned: set[str] = set()
@@ -100,8 +101,10 @@ class Trackers:
         """Keep the first warning about each tracker."""
         if name not in self._warned:
             self._warned.add(name)
-            remedy = f"nothing is lost: `windlass track {self.run} --to {name}` replays the ledger"
-            self._notes.append(Note(f"{name}: {problem}; {remedy}", warning=True))
+            if not self.is_replay:
+                command = f"`windlass track {self.run} --to {name}`"
+                problem += f"; nothing is lost: {command} replays the ledger"
+            self._notes.append(Note(f"{name}: {problem}", warning=True))
 
 
 def track(run: str | Path | Run, name: str) -> list[Note]:
@@ -112,7 +115,7 @@ def track(run: str | Path | Run, name: str) -> list[Note]:
         name: `tensorboard`, `mlflow` or `wandb`.
 
     Raises:
-        UserError: There is nothing to send, or the library is missing.
+        UserError: There is nothing to send, the library is missing, or the training sends it.
         RunFailed: The tracker did not take everything.
     """
     if name not in get_args(Tracker):
@@ -121,6 +124,9 @@ def track(run: str | Path | Run, name: str) -> list[Note]:
     run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
         raise UserError(f"{run.path} lacks a ledger ({run.metrics_path.name}): train first")
+    if run.alive and lock_held(run.path / "trackers" / f"{name}.lock"):
+        problem = f"{run.path} trains, and its own exporter sends it to {name}"
+        raise UserError(f"{problem}, again after each error: wait for the end of the run")
     trackers = Trackers(run.path, [name], NO_LIMIT)
     process = trackers.processes.get(name)
     notes = trackers.finish(NO_LIMIT)

@@ -95,7 +95,6 @@ def record_launch(recorder: Recorder, network: Network) -> tuple[dict[str, str],
         "nodes": env.nodes,
         "strategy": ranks.strategy.name,
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else "",
-        "versions": environment.versions(places),
         **environment.describe_job(os.environ),
     }
     environment.write_environment(recorder.run.path, places, launch=launch, **network.origin)

@@ -87,8 +87,9 @@ class Network:
         elif is_hf or recipe.model.freeze:
             self.flops_per_token = self.sizes.flops_per_token()
         else:
-            masked = masks_documents(data.train)
-            attended = getattr(data.train, "attended", None) if masked else None
+            # A token sees its own document, or its own item in a padded row.
+            within = masks_documents(data.train) or recipe.data.ragged_
+            attended = getattr(data.train, "attended", None) if within else None
             self.flops_per_token = flops_per_token(recipe.model, self.sizes.vocab, attended)
         if is_hf and not self.is_own:
             self.origin = {"model": hf_files.describe_origin(model)}
