@@ -7,12 +7,12 @@ import pytest
 from harness import Join, recipe, run_ranks
 
 from helpers import refused
-from windlass.training.directory import check_shared
+from windlass.training.directory import check_same_data, check_shared
 
 pytestmark = pytest.mark.dist
 
 
-def check(join: Join, run: Path, data: Path, hidden: Path) -> None:
+def check(join: Join, run: Path, hidden: Path) -> None:
     """`check_shared` on every rank, of which rank 1 does not see what is below `hidden`."""
     exists = Path.exists
 
@@ -20,19 +20,25 @@ def check(join: Join, run: Path, data: Path, hidden: Path) -> None:
         return exists(path) and not (join.rank == 1 and path.is_relative_to(hidden))
 
     with join(recipe()) as ranks, mock.patch.object(Path, "exists", visible):
-        check_shared(ranks, run, [data])
+        check_shared(ranks, run)
 
 
-def rejected(join: Join, key: str, folder: Path) -> None:
-    with refused(f"{key}: {folder / key}", "(rank 1)", f"{key}=PATH"):
-        check(join, folder / "run.dir", folder / "data.dir" / "text", folder / key)
+def rejected(join: Join, run: Path) -> None:
+    with refused(f"run.dir: {run}", "(rank 1)", "run.dir=PATH"):
+        check(join, run, run.parent)
 
 
-@pytest.mark.parametrize("key", ["run.dir", "data.dir"])
-def test_a_directory_that_one_rank_does_not_see_is_one_message(tmp_path, key):
+def test_a_directory_that_one_rank_does_not_see_is_one_message(tmp_path):
     """Nothing is left behind, also if all ranks see all."""
-    for name in ("run.dir", "data.dir"):
-        (tmp_path / name).mkdir()
-    run_ranks(rejected, 2, key, tmp_path)
-    run_ranks(check, 2, tmp_path / "run.dir", tmp_path / "data.dir" / "text", tmp_path / "none")
-    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["data.dir", "run.dir"]
+    run_ranks(rejected, 2, tmp_path / "run")
+    run_ranks(check, 2, tmp_path / "run", tmp_path / "none")
+    assert list(tmp_path.iterdir()) == []
+
+
+def other_data(join: Join) -> None:
+    with refused("rank 1 has other data than rank 0", "data.dir"), join(recipe()) as ranks:
+        check_same_data(ranks, f"copy-{join.rank}")
+
+
+def test_hosts_with_other_data_are_rejected():
+    run_ranks(other_data, 2)
