@@ -102,11 +102,6 @@ def sum_async(numbers: Sequence[float], mesh: Mesh) -> Pending:
     return Pending(numbers, mesh, dist.ReduceOp.SUM, mesh.sizes.tp * mesh.sizes.pp)
 
 
-def count_async(numbers: Sequence[float], mesh: Mesh) -> Pending:
-    """Begin to add up numbers from whole rows, which the ranks of `cp` share."""
-    return sum_async([mesh.counts_rows * number for number in numbers], mesh)
-
-
 def max_async(flags: Sequence[int], mesh: Mesh) -> Pending:
     """Begin to take the largest of each flag over all ranks, so that they act together."""
     return Pending(flags, mesh, dist.ReduceOp.MAX)

@@ -302,7 +302,7 @@ mfu | share | | Model FLOPs utilisation | yes
 goodput | share | | Goodput | yes
 runtime_s | duration | | Runtime | yes
 startup_s | rate | first_step.startup_s |\
- Start-up (s): from the process's start to its first evaluation or step
+ Start-up (s): from the start of the command to its first evaluation or step
 device_hours | hours | | Device-hours | yes
 energy_kwh | hours | | Energy of the devices (kWh): mean power × device-hours | | yes
 starts | count | | Starts
@@ -345,7 +345,7 @@ data_ms | rate | data | Waiting for data (ms) | | waiting for data
 host_ms | rate | host | Host (ms) | the rest of a step | the host
 train_loss_mean | loss | loss | Training loss, mean | mean training loss of the run's steps
 runtime_s | rate | runtime s | Runtime (s) | wall time of the whole run
-startup_s | rate | start-up s | Start-up (s) | time from the process's start to its first step
+startup_s | rate | start-up s | Start-up (s) | time from the start of the command to its first step
 compile_s | rate | compile s | Compiling (s) | | | optional
 world | count | | | ranks
 nodes | count | | | hosts

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +19,6 @@ from typing import IO, Any
 from windlass.checkpoint import choose
 from windlass.checkpoint.commit import recover
 from windlass.checkpoint.format import Checkpoint
-from windlass.data.shards import Index
 from windlass.errors import UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.ledger import read_lines
@@ -158,45 +157,34 @@ def acquire_run_lock(run: Path) -> IO[str] | None:
         raise UserError(f"{OCCUPIED} {run} already ({held}); wait for it, or stop it") from None
 
 
-def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
-    """Raise UserError if a host does not see the run directory of rank 0, or its `data`.
+def check_shared(ranks: Ranks, run: Path) -> None:
+    """Raise UserError if a rank does not see the run directory of rank 0, which creates a file in
+    it."""
+    place = run.absolute()
 
-    Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
-    read-only, or a copy on each host's disk, so the hosts compare the hashes of its files.
-    """
-    shards_here = list[list[str]]()
-    for index in map(Index.load, data):
-        shards = [shard.identity for shard in index.shards] if index else []
-        shards_here.append([index.tokenizer.fingerprint, *shards] if index else [])
-    prepared = ranks.broadcast_object("prepared", shards_here)
-    places = {"run.dir": run.absolute()}
-    if data:
-        places["data.dir"] = data[0].parent.absolute()
+    def create() -> str:
+        parent = next(path for path in (place, *place.parents) if path.is_dir())
+        # A new name, which is in no cache of NFS
+        descriptor, mark = tempfile.mkstemp(prefix=".windlass-", dir=parent)
+        os.close(descriptor)
+        return mark
 
-    def create() -> dict[str, str]:
-        marks = {}
-        for key, place in places.items():
-            if key == "run.dir" or not all(prepared):
-                parent = next(path for path in (place, *place.parents) if path.is_dir())
-                # A new name, which is in no cache of NFS
-                descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
-                os.close(descriptor)
-        return marks
-
-    marks = ranks.decide("shared", create)
-    missing = [key for key, mark in marks.items() if not Path(mark).exists()]
-    if any(shards and shards != here for shards, here in zip(prepared, shards_here, strict=True)):
-        missing.append("data.dir")
-    hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
+    mark = Path(ranks.decide("shared", create))
+    hosts = ranks.all_gather_object("shared", [socket.gethostname(), mark.exists()])
     if ranks.main:
-        for mark in marks.values():
-            Path(mark).unlink(missing_ok=True)
-    ranks.broadcast_object("removed")  # nobody continues while the files exist
-    for key, place in places.items():
-        blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
-        if blind:
-            raise UserError(
-                f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by "
-                f"{', '.join(sorted(blind))}: put it on a file system that all hosts share "
-                f"({key}=PATH)"
-            )
+        mark.unlink()
+    ranks.broadcast_object("removed")  # nobody continues while the file exists
+    blind = {f"{host} (rank {rank})" for rank, (host, sees) in enumerate(hosts) if not sees}
+    if blind:
+        raise UserError(
+            f"run.dir: {place} of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}: "
+            "put it on a file system that all hosts share (run.dir=PATH)"
+        )
+
+
+def check_same_data(ranks: Ranks, fingerprint: str) -> None:
+    """Raise UserError if a rank has other data than rank 0: each host may have a copy."""
+    prints = ranks.all_gather_object("data", fingerprint)
+    if others := [rank for rank, other in enumerate(prints) if other != prints[0]]:
+        problem = f"rank {others[0]} has other data than rank 0"
+        raise UserError(f"{problem}: share data.dir among all hosts, or give each the same copy")

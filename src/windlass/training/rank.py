@@ -15,7 +15,6 @@ from windlass.checkpoint.state_dict import restore
 from windlass.data.batch import unpadded_tokens
 from windlass.data.mixture import MixedSamples, Mixture, Stage, continue_stages, stages_of
 from windlass.data.open import Data, open_data
-from windlass.data.recipe_sources import data_dirs
 from windlass.errors import OutOfMemory, RunFailed, UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import resolve_steps
@@ -36,7 +35,7 @@ from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.telemetry.console import Console
 from windlass.training.bad_steps import SMALLER, ran_out_of_memory
 from windlass.training.callbacks import Callbacks, UserCode
-from windlass.training.directory import RunDirectory, check_shared, compare
+from windlass.training.directory import RunDirectory, check_same_data, check_shared, compare
 from windlass.training.evaluator import Evaluator, check_prompt
 from windlass.training.header import report_start
 from windlass.training.network import Network
@@ -84,8 +83,9 @@ def set_up(  # noqa: PLR0915 (in order, in one piece)
     # collective. Then each rank chooses its device, and the mesh gets its groups.
     ranks = stack.enter_context(init_store(detect_env(), recipe))
     if ranks.env.nodes > 1:
-        check_shared(ranks, run.path, data_dirs(recipe) if user.data is None else [])
+        check_shared(ranks, run.path)
     data: Data = user.data or open_data(recipe, ranks, resuming=start.from_checkpoint)
+    check_same_data(ranks, data.fingerprint)
     ranks.connect(recipe)
     prepare_device(recipe, stack)
     batch = batch_of(start, ranks, 0 if is_own else data.vocab, free_memory(ranks.device))

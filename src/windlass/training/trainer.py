@@ -201,9 +201,9 @@ class Trainer:
         ranks, timer, seed = self.ranks, self.recorder.timer, self.recipe.run.seed
         scale = self.scaler.scale
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
-        # The counts travel over the ranks during the first forward pass.
-        local_counts = [batch.valid_tokens, batch.unpadded_tokens, positions]
-        counts = collectives.count_async(local_counts, ranks.mesh)
+        # The counts travel over the ranks during the first forward pass. Ranks of `cp` share rows.
+        rows = [batch.valid_tokens, batch.unpadded_tokens, positions]
+        counts = collectives.sum_async([ranks.mesh.counts_rows * n for n in rows], ranks.mesh)
         dtype = torch.float64 if self.recipe.train.precision == "fp64" else torch.float32
         own_loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
