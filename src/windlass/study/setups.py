@@ -19,8 +19,8 @@ from windlass.errors import plural
 from windlass.estimate.devices import NO_PEAK
 from windlass.estimate.rank import flops_of_run
 from windlass.fileio import read_json
+from windlass.launch.rank_status import STEP_PHASES
 from windlass.ledger import STARTS, Line, timestamp
-from windlass.processes import STEP_PHASES
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import NO_LAYOUT, Sizes
