@@ -1,34 +1,21 @@
-"""The contract of a launcher and its ranks; the processes and GPUs of this machine. No torch."""
+"""Processes of Windlass: their cores, GPUs, parents, signals and freed memory. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from windlass.launch.schedulers import host_name
-
-WATCH_DIR = "WINDLASS_WATCH_DIR"  # of the ranks' status files; unset without our launcher
 PARENT = "WINDLASS_PARENT"  # the process that this one must not outlive: a launcher or a sweep
 QUIET_END = "WINDLASS_QUIET_END"  # set if another process shows the end of this run
 # Rank 0 gets a socket that listens on MASTER_PORT already, so nobody else can take the port.
 STORE_FD = "WINDLASS_STORE_FD"
-# In a job: a directory that its hosts share, for the ranks' exit codes and failures.
-REPORTS = "WINDLASS_REPORTS"
-STOPPED = "stopped"  # the phase of a rank that has saved and is about to exit
-# the phases of a step; it is done after the last one
-STEP_PHASES = ("data", "forward", "backward", "optimizer")
 # How a child runs a module: without -P Python would import files of the working directory, such as
 # the user's random.py, in place of its own modules.
 MODULE = (sys.executable, "-P", "-m")
@@ -125,82 +112,3 @@ def keep_freed_memory(every_size: bool = False) -> bool:
         and mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         and mallopt(M_MMAP_MAX, 0 if every_size else 65_536)
     )
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank failed.
-
-    `secondary`: it only lost contact with another rank, which failed first. `lost`: it fell silent.
-    """
-
-    rank: int
-    host: str
-    step: int
-    phase: str
-    error: str
-    time: float
-    secondary: bool = False
-    lost: bool = False
-    place: str = ""  # the rank's coordinates in the mesh, such as `pp 1, dp 0, tp 1`
-    again: bool = False  # whether the launcher starts all ranks again
-
-    def __str__(self) -> str:
-        rank = f"rank {self.rank} ({self.place})" if self.place else f"rank {self.rank}"
-        place = f"{rank} on {self.host} at step {self.step}, phase {self.phase}"
-        return f"{place}: {self.error}"
-
-
-class RankStatus:
-    """Where this rank is, also in a file: host, step, phase and its start (Unix time)."""
-
-    def __init__(self, rank: int, directory: str | None = None):
-        self.rank, self.host, self.directory = rank, socket.gethostname(), directory
-        self.place = ""  # this rank's coordinates in the mesh, once it has them
-        self._file = -1
-        if directory:
-            path = Path(directory, f"status-{rank}.json")
-            with contextlib.suppress(OSError):  # a full disk costs the launcher's message only
-                self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
-        self.mark(0, "start")
-
-    def mark(self, step: int, phase: str) -> None:
-        """Work on `phase` of `step` begins. Takes microseconds."""
-        self.step, self.phase, self.since = step, phase[:80], time.time()
-        if self._file >= 0:  # one write at offset 0, so that a kill never leaves half of it
-            with contextlib.suppress(OSError):
-                os.pwrite(self._file, json.dumps(self.fields()).ljust(512).encode(), 0)
-
-    def fields(self) -> dict[str, Any]:
-        names = ("rank", "host", "step", "phase", "since", "place")
-        return {name: getattr(self, name) for name in names}
-
-    def failure(self, error: str, secondary: bool = False, again: bool = False) -> Failure:
-        at = (self.rank, self.host, self.step, self.phase)
-        return Failure(*at, error, time.time(), secondary, place=self.place, again=again)
-
-    def write(self, failure: Failure) -> None:
-        """Tell the launcher what ended this rank: its own failure, or another rank's."""
-        for directory in filter(None, (self.directory, os.environ.get(REPORTS))):
-            with contextlib.suppress(OSError):
-                path = Path(directory, f"failure-{self.rank}.json")
-                path.write_text(json.dumps(asdict(failure)))
-                for name in (host_name(os.environ) or self.host, self.host.partition(".")[0]):
-                    Path(directory, f"host-{name}").touch()
-
-
-def first_to_show(message: str) -> bool:
-    """Whether no other rank of a job has shown this message, which several ranks may have."""
-    try:
-        if reports := os.environ.get(REPORTS):
-            Path(reports, f"shown-{zlib.crc32(message.encode())}").touch(exist_ok=False)
-    except OSError as error:
-        return not isinstance(error, FileExistsError)
-    return True
-
-
-def report_code(code: Any) -> None:
-    """Tell `launch` this process's exit code, which torchrun and mpiexec change."""
-    with contextlib.suppress(OSError):
-        if reports := os.environ.get(REPORTS):
-            Path(reports, f"code-{socket.gethostname()}-{os.getpid()}").write_text(str(code))

@@ -4,6 +4,7 @@ be silent.
 
 import errno
 import os
+import shutil
 import signal
 import time
 from functools import partial
@@ -141,6 +142,17 @@ def test_a_run_resumed_from_an_earlier_step_stays_on_its_new_lineage(corpus, tmp
     failed(recipe.replace("checkpoint.resume='3'"))
     stopped(recipe, 7)
     assert starts(train(recipe)) == [("started", 0), ("resumed", 3), ("resumed", 3), ("resumed", 7)]
+
+
+def test_a_return_that_dies_early_is_no_finished_run(corpus, tmp_path, monkeypatch):
+    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL)
+    run = train(recipe)
+    with monkeypatch.context() as patch, pytest.raises(RunFailed):
+        patch.setattr(rank, "Recorder", Mock(side_effect=RunFailed("a failure of the test")))
+        train(recipe.replace("checkpoint.resume='3'"))
+    assert starts(train(recipe))[1:] == [("resumed", 3)]
+    shutil.rmtree(run.checkpoints_dir / "step-00000012")
+    assert resolve_start(recipe).finished, "a deleted end is still an end"
 
 
 def test_a_decay_branches_from_the_plateau(corpus, tmp_path):

@@ -19,10 +19,10 @@ from windlass.launch.local import launch
 WORKER = """
 import json, os, signal, sys, time
 from pathlib import Path
-from windlass import processes
+from windlass.launch import rank_status
 from windlass.fileio import read_json
 rank, world, attempt = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "WINDLASS_ATTEMPT"))
-here, watch = Path(sys.argv[1]), os.environ[processes.WATCH_DIR]
+here, watch = Path(sys.argv[1]), os.environ[rank_status.WATCH_DIR]
 def ready(**more):
     (here / f"{attempt}-{rank}.tmp").write_text(json.dumps({"pid": os.getpid(), "environ": dict(os.environ), **more}))
     (here / f"{attempt}-{rank}.tmp").rename(here / f"{attempt}-{rank}.json")
@@ -31,7 +31,7 @@ def meet():
     while len(list(here.glob(f"{attempt}-*.json"))) < world:
         time.sleep(0.01)
 def failed(error, secondary=False, rank=rank):
-    status = processes.RankStatus(rank, watch)
+    status = rank_status.RankStatus(rank, watch)
     status.mark(12, "backward")
     status.write(status.failure(error, secondary))
 def wait():
@@ -116,7 +116,7 @@ def test_bad_input_is_logged_once(run, capfd: pytest.CaptureFixture[str]):
         ),
         # With its step and phase, the last of several.
         (
-            "status = processes.RankStatus(rank, watch); status.mark(11, 'a rather long phase'); status.mark(12, 'backward')\n"
+            "status = rank_status.RankStatus(rank, watch); status.mark(11, 'a rather long phase'); status.mark(12, 'backward')\n"
             "meet()\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nwait()",
             ["was killed by SIGKILL", "at step 12, phase backward;"],
         ),
@@ -131,7 +131,7 @@ def test_bad_input_is_logged_once(run, capfd: pytest.CaptureFixture[str]):
         (
             "if rank == 1: failed('ValueError: mine'); wait()\n"
             "while not (other := read_json(Path(watch, 'failure-1.json'))): time.sleep(0.01)\n"
-            "processes.RankStatus(0, watch).write(processes.Failure(**other)); sys.exit(1)",
+            "rank_status.RankStatus(0, watch).write(rank_status.Failure(**other)); sys.exit(1)",
             [
                 " failed at step 12, phase backward; the run has ended",
                 "last error: ValueError: mine",
@@ -187,7 +187,7 @@ def test_a_signal_is_passed_on_and_75_comes_back(driven, sent: str):
     assert (process.wait(20), process.stderr.read()) == (75, "")
 
 
-STOP = "processes.RankStatus(0, watch).mark(12, processes.STOPPED)"
+STOP = "rank_status.RankStatus(0, watch).mark(12, rank_status.STOPPED)"
 
 
 @pytest.mark.parametrize(("saves", "code", "shown"), [(f"rank or {STOP}", 75, 0), ("None", 130, 1)])

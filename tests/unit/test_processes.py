@@ -12,7 +12,8 @@ import pytest
 
 from helpers import TINY, gone, overrides, wait_for, write_corpus
 from windlass.fileio import read_json
-from windlass.processes import REPORTS, first_to_show, visible_gpus
+from windlass.launch.rank_status import REPORTS, first_to_show
+from windlass.processes import visible_gpus
 
 STEPS = """
 import resource, sys

@@ -78,5 +78,5 @@ def test_states(run):
     write(run, event("started", 0), event("preempted", 3), event("resumed", 3, 1))
     assert run.state == "failed"
     (run.path / "recipe.toml").unlink()
-    with refused("recipe.toml", "runs/"):
+    with refused("recipe.toml", "windlass runs"):
         Run.open(run.path)

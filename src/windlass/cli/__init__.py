@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from windlass import __version__, errors, processes
+from windlass import __version__, errors
+from windlass.launch import rank_status
 
 VERBS = {
     "Start": {
@@ -140,10 +141,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _run(arguments)
     except SystemExit as end:
-        processes.report_code(end.code)
+        rank_status.report_code(end.code)
         raise
     except Exception:
-        processes.report_code(errors.FAILED)
+        rank_status.report_code(errors.FAILED)
         raise
     finally:
         sys.stdout.flush()
@@ -160,7 +161,7 @@ def _run(arguments: list[str] | None) -> None:
     except typer.Abort:
         sys.exit(errors.INTERRUPTED)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
-        if processes.first_to_show(str(error)):
+        if rank_status.first_to_show(str(error)):
             say(f"windlass: {as_typed(error.text)}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 from windlass import processes
 from windlass.errors import BAD_INPUT, FAILED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
 from windlass.fileio import read_json, write_atomic
+from windlass.launch import rank_status
 from windlass.launch.job import read_site
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.launch.schedulers.base import Allocation
@@ -158,7 +159,7 @@ def launch_in_job(
         try:
             child = subprocess.Popen(
                 words,
-                env=os.environ | {processes.REPORTS: folder},
+                env=os.environ | {rank_status.REPORTS: folder},
                 preexec_fn=processes.kill_with_parent,  # noqa: PLW1509 - no threads here
             )
         except OSError as error:

@@ -19,6 +19,7 @@ from typing import Any
 
 from windlass import errors, processes
 from windlass.fileio import read_json
+from windlass.launch import rank_status
 
 SETTLE_SECONDS = 2.0  # for the other ranks to fail by themselves, and to report why
 TERM_SECONDS = 5.0
@@ -116,7 +117,7 @@ class Group:
                     self.workers[0].poll()
                     phase, code = status.get("phase"), self.workers[0].code
                     self.kill()
-                    if code == errors.STOPPED or phase == processes.STOPPED:
+                    if code == errors.STOPPED or phase == rank_status.STOPPED:
                         return errors.STOPPED
                     self.log(f"windlass: {errors.interrupted_twice(status.get('step', 0))}")
                     return errors.INTERRUPTED
@@ -147,7 +148,7 @@ class Group:
             "WINDLASS_LAUNCHED": "1",
             "WINDLASS_ATTEMPT": str(self.attempt),
             "PYTHONFAULTHANDLER": "1",
-            processes.WATCH_DIR: str(self.watch_dir),
+            rank_status.WATCH_DIR: str(self.watch_dir),
             processes.PARENT: str(os.getpid()),
         }
         if self.world > 1:  # a single rank has torch's number
@@ -236,7 +237,7 @@ class Group:
         self.log(f"windlass: {name} {ended}{where}; the run has ended")
         if failure:
             is_own = failure["rank"] == first.rank
-            cause = failure["error"] if is_own else processes.Failure(**failure)
+            cause = failure["error"] if is_own else rank_status.Failure(**failure)
             self.log(f"  last error: {cause}")
         if tail := first.tail():
             self.log(f"  its last lines:\n{tail}".replace("\n", f"\n  [rank {first.rank}] "))

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from windlass.launch.rank_status import STEP_PHASES, Failure, RankStatus
 from windlass.parallel.env import DistEnv
-from windlass.processes import STEP_PHASES, Failure, RankStatus
 
 MISSED = 5  # intervals without a beat after which a rank is lost
 POLL_SECONDS = 1.0  # how often a rank looks for a reported failure, at least

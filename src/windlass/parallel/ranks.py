@@ -31,6 +31,7 @@ from windlass.errors import (
     UserError,
     first_line,
 )
+from windlass.launch import rank_status
 from windlass.launch.schedulers import host_name
 from windlass.parallel.env import NO_HOSTS, DistEnv, by_hosts
 from windlass.parallel.heartbeat import Heartbeat
@@ -64,7 +65,7 @@ class Ranks:
         self.mesh = Mesh(Sizes(), 0)  # without groups before `connect`
         self.store: dist.Store | None = None  # of this attempt; None with the strategy `single`
         self._heartbeat: Heartbeat | None = None  # None for a single rank
-        self.status = processes.RankStatus(env.rank, os.environ.get(processes.WATCH_DIR))
+        self.status = rank_status.RankStatus(env.rank, os.environ.get(rank_status.WATCH_DIR))
         self.mark = self.status.mark
         self._failed = False
         self._timeout = 0.0  # seconds
@@ -206,7 +207,7 @@ class Ranks:
                 dist.destroy_process_group()
         self.store, self.mesh = None, Mesh(Sizes(), 0)
 
-    def fail(self, error: BaseException) -> processes.Failure:
+    def fail(self, error: BaseException) -> rank_status.Failure:
         """Report that this rank cannot continue; returns the first failure of any rank."""
         self._failed = True
         text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"

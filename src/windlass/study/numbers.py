@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from windlass.launch.rank_status import STEP_PHASES
 from windlass.ledger import STARTS, Line, effective, last_start, read_lines, timestamp
 from windlass.model.size import describe_network, trainable
-from windlass.processes import STEP_PHASES
 from windlass.recipe.strategies import Sizes
 from windlass.run import Run
 from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, LOSS, RUN, of_eval, show

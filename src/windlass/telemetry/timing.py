@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from windlass.processes import STEP_PHASES
+from windlass.launch.rank_status import STEP_PHASES
 from windlass.telemetry.measures import PHASES
 
 PROFILE_ROWS = 60  # of the table of operators

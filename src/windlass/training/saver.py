@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from windlass import processes
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.format import Base, Checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
+from windlass.launch import rank_status
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.recipe import Horizon
@@ -159,7 +159,7 @@ class Saver(Writer):
             )
             if not newest:
                 raise RunFailed(text)
-            self.ranks.mark(step, processes.STOPPED)  # for a launcher
+            self.ranks.mark(step, rank_status.STOPPED)  # for a launcher
             raise Stopped(f"{text}; start it again to continue from step {newest}")
         if not self.commit(EMERGENCY):
             raise RunFailed(f"stopped by {reason} at step {step}, but could not be saved")
@@ -172,7 +172,7 @@ class Saver(Writer):
         recorder.show(recorder.trackers.finish(flush))
         text = f"stopped by {reason} after step {step}, all saved; start it again to continue"
         if signalled:
-            self.ranks.mark(step, processes.STOPPED)  # for a launcher
+            self.ranks.mark(step, rank_status.STOPPED)  # for a launcher
             raise Stopped(text)
         recorder.console.event(text)
         return False

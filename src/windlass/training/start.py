@@ -162,15 +162,15 @@ def extension(run: Run, extend_to: int | str) -> tuple[int | str, int]:
 
 
 def is_finished(recipe: Recipe, run: Run, restarted: bool) -> bool:
-    """Whether a run has done all its steps, and the user does not go back to an earlier one."""
+    """Whether a run has done all its steps, and nobody goes back or went back to an earlier one."""
     if run.state != "finished":
         return False
     end = next(line for line in reversed(run.events) if line["event"] == "finished")
     if end["step"] != steps_of(run, run.recipe.train.steps):
         return False  # an extension was killed, and the ledger has the earlier end
-    resume = recipe.checkpoint.resume
-    if restarted or resume == "latest":
-        return True
+    resume = "latest" if restarted else recipe.checkpoint.resume
+    if resume == "latest" and not step_dir(run.checkpoints_dir, end["step"]).exists():
+        return True  # the user has deleted the end
     paths = candidates(run.path, resume, measure=recipe.checkpoint.best)
     return not paths or read_checkpoint(paths[0]).step == end["step"]
 

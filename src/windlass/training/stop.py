@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from windlass import processes
 from windlass.errors import INTERRUPTED, STOPPED, before_training, interrupted_twice
+from windlass.launch import rank_status
 from windlass.telemetry.terminal import NEW_LINE, size, wrap
 
 if TYPE_CHECKING:
@@ -76,5 +77,5 @@ class StopSignals:
             os.write(2, text.encode())
             if name and self._before_exit:
                 self._before_exit(name)
-        processes.report_code(code)
+        rank_status.report_code(code)
         os._exit(code)
