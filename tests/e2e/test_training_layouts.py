@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import corpus, curve, evaluations, recipe_of, settings
+from small_runs import curve, evaluations, recipe_of, settings
 
 from helpers import kill_when, windlass
 from windlass import train
@@ -15,7 +15,6 @@ from windlass.evaluation.source import find_source, open_model
 from windlass.parallel.ranks import alone
 from windlass.run import Run
 
-__all__ = ["corpus"]
 pytestmark = pytest.mark.dist
 
 FP64 = {"train.precision": "fp64", "parallel.device": "cpu"}

@@ -6,17 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from small_runs import (
-    OPTIONS,
-    corpus,
-    curve,
-    evaluations,
-    recipe_of,
-    settings,
-    start,
-    stopped,
-    untouched,
-)
+from small_runs import OPTIONS, curve, evaluations, recipe_of, settings, start, stopped, untouched
 
 from forked import launch
 from helpers import command, refused
@@ -25,8 +15,6 @@ from windlass.ledger import STARTS, last_start, read_lines
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
-
-__all__ = ["corpus"]
 
 TENSOR, CONTEXT = {"parallel.tensor": 2}, {"parallel.context": 2}
 full = pytest.mark.full
