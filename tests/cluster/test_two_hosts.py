@@ -111,7 +111,7 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
     assert "[rank=1/1][local_rank=0/0][node=1/1]" in places[1]
 
 
-@pytest.mark.full  # tests/dist/test_parallel_collectives.py has two ranks of one host
+@pytest.mark.full  # tests/dist/test_training_directory_ranks.py has two ranks of one host
 @pytest.mark.parametrize("key", ["run.dir", "data.dir"])
 def test_a_directory_that_one_host_does_not_see(hosts, settings, tmp_path, key):
     """One message, before anything is prepared; nothing hangs, and nothing is left behind."""

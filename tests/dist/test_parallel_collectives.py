@@ -1,19 +1,16 @@
 """Sums, agreement and exchanges between ranks, also with a fault on one, and with unequal memory; the
-device, the size of a sharding group, and a directory that one rank does not see.
+device, and the size of a sharding group.
 """
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from equivalence import built, settings, train
 from harness import Join, grad_norm, recipe, run_ranks
 
-from helpers import refused
 from windlass.errors import RunFailed, UserError
 from windlass.model.sharding import unwrap
 from windlass.parallel.collectives import max_async, norm_and_sum, sum_async, sum_over_ranks
@@ -22,7 +19,6 @@ from windlass.parallel.parallelize import resolve_precision
 from windlass.parallel.ranks import choose_device, init_ranks
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
-from windlass.training.directory import check_shared
 from windlass.training.rank import batch_of
 
 pytestmark = pytest.mark.dist
@@ -170,29 +166,3 @@ def test_ranks_with_unequal_free_memory_have_the_micro_batch_of_the_smallest():
     assert little[0] < much[0]
     for free in ([10**10, 6 * 10**10], [6 * 10**10, 10**10]):
         assert run_ranks(micro_batches, 2, recipe, free) == little
-
-
-def check(join: Join, run: Path, data: Path, hidden: Path) -> None:
-    """`check_shared` on every rank, of which rank 1 does not see what is below `hidden`."""
-    exists = Path.exists
-
-    def visible(path: Path) -> bool:
-        return exists(path) and not (join.rank == 1 and path.is_relative_to(hidden))
-
-    with join(recipe()) as ranks, mock.patch.object(Path, "exists", visible):
-        check_shared(ranks, run, [data])
-
-
-def rejected(join: Join, key: str, folder: Path) -> None:
-    with refused(f"{key}: {folder / key}", "(rank 1)", f"{key}=PATH"):
-        check(join, folder / "run.dir", folder / "data.dir" / "text", folder / key)
-
-
-@pytest.mark.parametrize("key", ["run.dir", "data.dir"])
-def test_a_directory_that_one_rank_does_not_see_is_one_message(tmp_path, key):
-    """Nothing is left behind, also if all ranks see all."""
-    for name in ("run.dir", "data.dir"):
-        (tmp_path / name).mkdir()
-    run_ranks(rejected, 2, key, tmp_path)
-    run_ranks(check, 2, tmp_path / "run.dir", tmp_path / "data.dir" / "text", tmp_path / "none")
-    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["data.dir", "run.dir"]
