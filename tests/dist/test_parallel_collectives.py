@@ -13,7 +13,12 @@ from harness import Join, grad_norm, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
 from windlass.model.sharding import unwrap
-from windlass.parallel.collectives import max_async, norm_and_sum, sum_async, sum_over_ranks
+from windlass.parallel.collectives import (
+    max_async,
+    norm_and_sum,
+    sum_async,
+    sum_over_ranks,
+)
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import resolve_precision
 from windlass.parallel.ranks import choose_device, init_ranks

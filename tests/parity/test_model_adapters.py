@@ -264,7 +264,8 @@ def test_an_adapter_is_trained_further_or_merged_first(tmp_path: Path) -> None:
 
     run = check_resume(recipe)
     shards = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
-    assert losses(train_on_ranks(shards)) == pytest.approx(losses(run), rel=1e-5)
+    losses = [[loss for _, loss in curve(one, "loss")] for one in (run, train_on_ranks(shards))]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     _, second = check_exports(recipe, moved=1e-3)
     assert distance(run.path, expected) > 1e-3
     for origin in (run.path, second):
