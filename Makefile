@@ -6,7 +6,7 @@ BASE   := $(VENV)/.windlass-base
 DEV    := $(VENV)/.windlass-dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-full test-gpu lint format docs pictures clean
+.PHONY: help setup demo test test-full run-tests test-gpu lint quick-lint format docs pictures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -29,21 +29,28 @@ $(DEV): $(BASE)
 demo: $(BASE)  ## train the embedded default on this machine, then show curve, sample and report
 	@$(BIN)/windlass train quickstart
 
-test: lint  ## what CI runs
-	$(BIN)/pytest -n logical --durations=25 -m "not full and not gpu"
+test: MARKED := not full and not gpu
+test-full: MARKED := not gpu
+test: run-tests  ## what CI runs
+test-full: run-tests  ## with the slower proofs
 
-test-full: lint  ## with the slower proofs
-	$(BIN)/pytest -n logical --durations=25 -m "not gpu"
+# mypy has one core busy for half a minute: it runs beside the tests
+run-tests: quick-lint
+	@$(BIN)/mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; \
+		$(BIN)/pytest -n logical --durations=25 -m "$(MARKED)"; code=$$?; \
+		wait $$types || code=1; cat $(VENV)/mypy.txt; exit $$code
 
 test-gpu:  ## on a machine with a CUDA device: no set-up; python3 has or PYTHONPATH holds the packages
 	export PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH CUBLAS_WORKSPACE_CONFIG=:4096:8; timed=tests/gpu/test_telemetry_gpu.py; \
 		$(PYTHON) -m pytest -m gpu -n 6 tests/gpu --ignore=$$timed --durations=10; code=$$?; \
 		$(PYTHON) -m pytest -m gpu $$timed && exit $$code
 
-lint: $(DEV)  ## style, types, layers, lengths, generated pages
+lint: quick-lint  ## style, types, layers, lengths, generated pages
+	$(BIN)/mypy
+
+quick-lint: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/shape.py
 	$(BIN)/python docs/generate.py --check

@@ -172,7 +172,11 @@ def each(join, recipes):
     return [trained(join, recipe) for recipe in recipes]
 
 
-def check(world, cases) -> None:
+def check(world, recipes, wanted) -> None:
+    check_cases(world, [("", recipe, wanted) for recipe in recipes])
+
+
+def check_cases(world, cases) -> None:
     """Train by the recipe of each (name, recipe, wanted) on `world` ranks: every rank logs what one
     process logs, and together the ranks hold its parameters, all to 1e-9.
     """

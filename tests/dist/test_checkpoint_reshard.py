@@ -3,13 +3,12 @@ losses afterwards.
 """
 
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from equivalence import STEPS, VOCAB, built, gathered, settings, train, trained
+from equivalence import VOCAB, built, gathered, settings, train, trained
 from harness import run_ranks
 from test_parallel_equivalence import NEW, OLD, on
 from torch import Tensor, nn
@@ -23,9 +22,7 @@ from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import gather_shard, named_state, restore
 from windlass.errors import UserError
 from windlass.model.sharding import boxes_of, unwrap
-from windlass.recipe import Recipe
 
-Case = tuple[str, Path, Recipe]
 STAGES = {"model__layers": 4}
 LOW = {"precision": "bf16", "train__master": "bf16", "optim__kind": "adamw8bit"}
 AVERAGED = {"train__average": 0.6}
@@ -66,7 +63,7 @@ WORLDS = {
 SOME: dict[str, dict[int, list[int]]] = {
     "old": {1: [0], 2: [6], 4: [3]},
     "new": {1: [0], 2: [3, 4], 4: [6]},
-    "muon": {1: [0], 3: [1]},
+    "muon": {1: [0], 3: [1], 4: [2]},
     "low": {1: [0], 2: [0, 1], 3: [0]},
     "own": {1: [0], 3: [0, 1]},
     "own frozen": {2: [1], 4: [1]},
@@ -103,15 +100,15 @@ def cells_of(variant: str, every: bool) -> dict[int, list[dict[str, Any]]]:
     return {w: [cell for cell in cells if not out & cell.keys()] for w, cells in WORLDS.items()}
 
 
-def recipes_of(world: int, variant: str, cells: list[Any], folder: Path) -> list[Case]:
-    """A variant's cells on a world: its name, where the cell's checkpoint is, its recipe."""
+def recipes_of(world: int, variant: str, cells: list[Any], hf: Path) -> dict[str, Any]:
     more = {"precision": "fp64", "train__global_batch": 12, **VARIANTS[variant]}
-    more |= {"model__name": str(folder / "llama")} if "model__kind" in more else {}
-    (folder / variant).mkdir(exist_ok=True)
-    names = ["-".join(f"{k}={v}" for k, v in [("world", world), *cell.items()]) for cell in cells]
-    recipes = (settings(world=world, **more | cell) for cell in cells)
-    places = (folder / variant / name for name in names)
-    return list(zip(itertools.repeat(variant), places, recipes))
+    more |= {"model__name": str(hf)} if "model__kind" in more else {}
+    return {
+        "-".join(f"{key}={value}" for key, value in [("world", world), *cell.items()]): settings(
+            world=world, **more | cell
+        )
+        for cell in cells
+    }
 
 
 def build(ranks, recipe, variant: str):
@@ -125,13 +122,13 @@ def named_tensors(model: nn.Module, trainer: Any) -> dict[str, Tensor]:
     return tensors | {AVERAGE + name: tensor for name, tensor in trainer.average.tensors.items()}
 
 
-def write(join, cases: list[Case]) -> None:
+def write(join, recipes, variant: str, folder: Path) -> None:
     """A step and a checkpoint in each layout."""
-    for variant, path, recipe in cases:
+    for name, recipe in recipes.items():
         with join(recipe) as ranks:
             model, trainer = build(ranks, recipe, variant)
             train(ranks, recipe, trainer, range(1))
-            base = base_of(unwrap(model), recipe, None, None, ranks)
+            path, base = folder / name, base_of(unwrap(model), recipe, None, None, ranks)
             frozen = base.weights if base else ()
             state = gather_shard(model, trainer.optimizer, ranks, trainer.average.tensors, frozen)
             size = sum(box.tensor.nbytes for box in state.boxes)
@@ -166,15 +163,13 @@ def check_tensors(checkpoint: Checkpoint, expected: dict[str, Tensor]) -> None:
             assert torch.equal(averaged.tensor(MODEL + name.removeprefix(AVERAGE)), tensor), name
 
 
-def read(join, cases: list[Case]) -> list[Any]:
+def read(join, recipes, variant: str, folder: Path) -> list[Any]:
     """Read every checkpoint in every layout, and make two more steps from the last."""
     outcomes = []
-    for variant, own, recipe in cases:
+    for recipe in recipes.values():
         with join(recipe) as ranks:
             model, trainer = build(ranks, recipe, variant)
-            for path in sorted(
-                own.parent.iterdir()
-            ):  # from the second on over the state of another
+            for path in sorted(folder.iterdir()):  # from the second on over the state of another
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.fill_(float("nan"))
@@ -197,38 +192,39 @@ def read(join, cases: list[Case]) -> list[Any]:
 
 @pytest.mark.dist
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("variants", "every"),
-    [(list(VARIANTS), False), *(pytest.param([v], True, marks=pytest.mark.full) for v in VARIANTS)],
-)
-def test_every_world_and_layout_to_every_other(tmp_path: Path, variants, every: bool) -> None:
-    """The same ranks have all variants: a process has what FSDP2 and DTensor keep after the first."""
-    hf_fixtures.save("llama", tmp_path / "llama", vocab=VOCAB, num_hidden_layers=2)
-    cases: dict[int, list[Case]] = {}
-    for variant in variants:
-        for world, cells in cells_of(variant, every).items():
-            cases.setdefault(world, []).extend(recipes_of(world, variant, cells, tmp_path))
-    for world, of_world in cases.items():
-        run_ranks(write, world, of_world, timeout=600)
-    outcomes: dict[str, list[Any]] = {}
-    for world, of_world in sorted(cases.items()):
-        for rank in run_ranks(read, world, of_world, timeout=600):
-            for (variant, *_), outcome in zip(of_world, rank, strict=True):
-                outcomes.setdefault(variant, []).append(outcome)
-    first = {variant: recipe for variant, _, recipe in cases.get(1, [])}
-    for variant in variants:
-        wanted, tolerance = outcomes[variant][0], 0.02 if variant == "low" else 1e-9
-        if variant != "low" and not variant.startswith("own"):
-            [(losses, norms, _)] = run_ranks(trained, 1, first[variant])
-            wanted = losses[1:STEPS], norms[1:]
-        for outcome in outcomes[variant]:
-            for numbers, expected in zip(outcome, wanted, strict=True):
-                assert numbers == pytest.approx(expected, rel=tolerance), variant
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_world_and_layout_to_every_other(tmp_path: Path, variant: str, every: bool) -> None:
+    folder, hf = tmp_path / "runs", tmp_path / "hf"
+    folder.mkdir()
+    if "model__kind" in VARIANTS[variant]:
+        hf_fixtures.save("llama", hf, vocab=VOCAB, num_hidden_layers=2)
+    cells = cells_of(variant, every)
+    recipes = {world: recipes_of(world, variant, cells[world], hf) for world in cells}
+    for world, of_world in recipes.items():
+        run_ranks(write, world, of_world, variant, folder, timeout=240)
+    assert len(list(folder.iterdir())) == sum(map(len, cells.values()))
+    outcomes = [
+        outcome
+        for world, of_world in recipes.items()
+        for rank in run_ranks(read, world, of_world, variant, folder, timeout=240)
+        for outcome in rank
+    ]
+    assert len(outcomes) == sum(world * len(cells[world]) for world in cells)
+    tolerance = 0.02 if variant == "low" else 1e-9
+    wanted = outcomes[0]
+    if variant != "low" and not variant.startswith("own"):
+        [(losses, norms, _)] = run_ranks(trained, 1, next(iter(recipes[1].values())))
+        wanted = losses[1:], norms[1:]
+    for outcome in outcomes:
+        for numbers, expected in zip(outcome, wanted, strict=True):
+            assert numbers == pytest.approx(expected, rel=tolerance)
 
 
-def other_model(join, recipe, path: Path) -> None:
+def other_model(join, recipe, folder: Path) -> None:
     with join(recipe) as ranks:
         model, _ = built(ranks, recipe)
+        [path] = folder.iterdir()
         with pytest.raises(UserError, match=r"blocks\.3.*not in this model"):
             restore(open_checkpoint(choose_checkpoint(path).path), model)
         ranks.all_gather_object("both", 1)
@@ -238,6 +234,6 @@ def other_model(join, recipe, path: Path) -> None:
 def test_a_checkpoint_of_a_larger_model_is_rejected(tmp_path: Path) -> None:
     """Although every stage finds all its names."""
     larger = recipes_of(1, "old", WORLDS[1], tmp_path)
-    run_ranks(write, 1, larger)
-    smaller, [(_, path, _)] = OLD | {"model__layers": 3}, larger
-    run_ranks(other_model, 2, settings("fp64", "ddp", 2, 2, pipeline=2, **smaller), path)
+    run_ranks(write, 1, larger, "old", tmp_path)
+    smaller = OLD | {"model__layers": 3}
+    run_ranks(other_model, 2, settings("fp64", "ddp", 2, 2, pipeline=2, **smaller), tmp_path)

@@ -32,32 +32,28 @@ def keys(directory: Path, **more):
     return {"model__kind": "hf", "model__name": str(directory), **more}
 
 
-def recipes_of(models: Path, precision: str, strategies: list[str], **more):
-    """The recipes of all kinds, strategy after strategy."""
-    all_keys = [keys(models / kind, **more) for kind in KINDS]
-    return [eq.settings(precision, s, **of_kind) for s in strategies for of_kind in all_keys]
+STRATEGIES = ("ddp", "full_shard", "shard_optim")
+FULL = pytest.mark.full
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 4])
-def test_trainings_are_those_of_one_process(models, world):
-    cases = []
-    for kind in KINDS:
-        of_kind = keys(models / kind)
-        wanted = eq.reference(**of_kind)
-        for strategy in ("ddp", "full_shard", "shard_optim"):
-            recipe = eq.settings("fp64", strategy, world, 2, **of_kind, tensor=2)
-            cases.append((kind, recipe, wanted))
-    eq.check(world, cases)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [pytest.param(2, marks=FULL), 4])
+def test_trainings_are_those_of_one_process(models, world, kind):
+    of_kind = keys(models / kind)
+    recipes = [eq.settings("fp64", s, world, 2, **of_kind, tensor=2) for s in STRATEGIES]
+    eq.check(world, recipes, eq.reference(**of_kind))
 
 
 @pytest.mark.dist
 def test_logits_and_a_cache_are_those_of_one_process(models):
-    [wanted] = run_ranks(eq.logits_of, 1, recipes_of(models, "fp64", ["single"]))
-    divided = recipes_of(models, "fp64", ["ddp", "full_shard"], tensor=2)
-    for per_rank in run_ranks(eq.logits_of, 2, divided):
-        for pair, expected in zip(per_rank, wanted * 2, strict=True):
-            torch.testing.assert_close(pair, expected, rtol=1e-9, atol=1e-12)
+    single = [eq.settings("fp64", "single", **keys(models / kind)) for kind in KINDS]
+    [wanted] = run_ranks(eq.logits_of, 1, single)
+    for strategy in ("ddp", "full_shard"):
+        recipes = [eq.settings("fp64", strategy, **keys(models / kind), tensor=2) for kind in KINDS]
+        for per_rank in run_ranks(eq.logits_of, 2, recipes):
+            for pair, expected in zip(per_rank, wanted, strict=True):
+                torch.testing.assert_close(pair, expected, rtol=1e-9, atol=1e-12)
 
 
 RECOMPUTED = {"parallel__activation_checkpointing": "selective"}
@@ -90,63 +86,59 @@ OTHERS = {
 
 
 @pytest.mark.dist
-def test_other_trainings_are_those_of_one_process(models):
-    for kind in {"gpt_neox"} | {kind for kind, _ in OTHERS.values()} - set(KINDS):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[FULL] * (name == "gpt_neox")) for name in OTHERS]
+)
+def test_other_trainings_are_those_of_one_process(models, name):
+    kind, changes = OTHERS[name]
+    if kind not in KINDS:
         hf_fixtures.save(kind, models / kind, vocab=eq.VOCAB, num_hidden_layers=2)
-    settings = {name: keys(models / kind, **more) for name, (kind, more) in OTHERS.items()}
-    [wanted] = run_ranks(
-        eq.each, 1, [eq.settings("fp64", "single", **m) for m in settings.values()]
-    )
-    divided = []
-    for (name, more), expected in zip(settings.items(), wanted, strict=True):
-        strategies = ("ddp", "full_shard") if "model__lora__rank" in more else ("full_shard",)
-        for strategy in strategies:
-            recipe = eq.settings("fp64", strategy, 2, **more, tensor=2)
-            divided.append((f"{name}, {strategy}", recipe, expected))
-    eq.check(2, divided)
+    more = keys(models / kind, **changes)
+    [wanted] = run_ranks(eq.trained, 1, eq.settings("fp64", "single", **more))
+    adapted = "model__lora__rank" in changes
+    strategies = ("ddp", "full_shard") if adapted else ("full_shard",)
+    eq.check(2, [eq.settings("fp64", s, 2, **more, tensor=2) for s in strategies], wanted)
 
 
 @pytest.mark.dist
 def test_low_precision_stays_near_one_process(models):
     more = {"parallel__activation_checkpointing": "full"}
-    [wanted] = run_ranks(eq.each, 1, recipes_of(models, "fp32", ["single"], **more))
-    divided = recipes_of(models, "bf16", ["ddp", "full_shard"], tensor=2, **more)
-    for per_rank in run_ranks(eq.each, 2, divided):
-        for outcome, expected in zip(per_rank, wanted * 2, strict=True):
-            losses, norms, _ = eq.distance(outcome, expected)
-            assert losses < 5e-3
-            assert norms < 5e-2
+    of_kind = [keys(models / kind, **more) for kind in KINDS]
+    wanted = run_ranks(eq.each, 1, [eq.settings("fp32", "single", **keys) for keys in of_kind])[0]
+    for strategy in ("ddp", "full_shard"):
+        recipes = [eq.settings("bf16", strategy, **keys, tensor=2) for keys in of_kind]
+        for per_rank in run_ranks(eq.each, 2, recipes):
+            for outcome, expected in zip(per_rank, wanted, strict=True):
+                losses, norms, _ = eq.distance(outcome, expected)
+                assert losses < 5e-3
+                assert norms < 5e-2
 
 
-def steps_with_norms(join, recipes):
+def step_with_norms(join, recipe):
     """The loss and gradient norm of a step, and the types that the model's norms gave."""
-    found = []
-    for recipe in recipes:
-        with join(recipe) as ranks:
-            model, trainer = eq.built(ranks, recipe)
-            kinds: set[torch.dtype] = set()
-            for module in model.modules():
-                if type(module).__name__.endswith("Norm"):
-                    module.register_forward_hook(lambda _, __, out, k=kinds: k.add(out.dtype))
-            [loss], [norm] = eq.train(ranks, recipe, trainer, range(1))
-            found.append((loss, norm, kinds))
-    return found
+    with join(recipe) as ranks:
+        model, trainer = eq.built(ranks, recipe)
+        kinds: set[torch.dtype] = set()
+        for module in model.modules():
+            if type(module).__name__.endswith("Norm"):
+                module.register_forward_hook(lambda _, __, out: kinds.add(out.dtype))
+        losses, norms = eq.train(ranks, recipe, trainer, range(1))
+        return losses[0], norms[0], kinds
 
 
 @pytest.mark.dist
 def test_norms_give_the_same_types_sharded_or_not(models):
     """The norm of Qwen3's queries gets low numbers already."""
     more = keys(models / "qwen3", parallel__activation_checkpointing="selective")
-    [[plain]] = run_ranks(steps_with_norms, 1, [eq.settings("fp32", "single", **more)])
-    recipes = [eq.settings("bf16", strategy, 2, **more) for strategy in ("ddp", "full_shard")]
-    for per_rank in run_ranks(steps_with_norms, 2, recipes):
-        for loss, size, kinds in per_rank:
+    (plain,) = run_ranks(step_with_norms, 1, eq.settings("fp32", "single", **more))
+    for strategy in ("ddp", "full_shard"):
+        for loss, size, kinds in run_ranks(
+            step_with_norms, 2, eq.settings("bf16", strategy, 2, **more)
+        ):
             # as autocast leaves it: gains in float32 times what came in
-            assert kinds == {torch.float32}
-            assert (loss, size) == (
-                pytest.approx(plain[0], rel=5e-3),
-                pytest.approx(plain[1], rel=3e-2),
-            )
+            assert kinds == {torch.float32}, strategy
+            assert loss == pytest.approx(plain[0], rel=5e-3), strategy
+            assert size == pytest.approx(plain[1], rel=3e-2), strategy
 
 
 def test_what_cannot_be_divided_is_refused_when_the_model_is_built(models, tmp_path):

@@ -24,6 +24,7 @@ from equivalence import (
     STEPS,
     VOCAB,
     check,
+    check_cases,
     distance,
     each,
     logits_of,
@@ -208,7 +209,7 @@ def plain():
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_one_process_in_float64(plain, accumulation):
-    check(1, [("plain", settings("fp64", "single", 1, accumulation), plain)])
+    check(1, [settings("fp64", "single", 1, accumulation)], plain)
 
 
 @pytest.mark.dist
@@ -220,7 +221,7 @@ def test_one_process_in_float64(plain, accumulation):
 )
 def test_trainings_in_float64(world, names):
     """The same ranks train all of them: a process has what FSDP2 and DTensor keep after the first."""
-    check(world, list(cases_of(world, names)))
+    check_cases(world, list(cases_of(world, names)))
 
 
 @pytest.mark.dist
@@ -280,7 +281,7 @@ def test_rows_of_several_documents(model, shortest, monkeypatch):
     monkeypatch.setattr("windlass.model.attention.MASKED_TOKENS", shortest)
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
     cells = [on("full_shard", **FOUR[1]), on("full_shard", context=2), on("ddp", pipeline=2)]
-    check(4, [("documents", settings(world=4, **model | cell), wanted) for cell in cells])
+    check(4, [settings(world=4, **model | cell) for cell in cells], wanted)
 
 
 @pytest.mark.dist

@@ -1,8 +1,5 @@
-"""Small trainings for tests: a corpus whose epochs end between steps, settings with dropout, runs
-that stop and fail.
-"""
+"""Small trainings for tests: settings with dropout, runs that stop and fail."""
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +8,11 @@ import pytest
 
 import helpers
 from forked import launch
-from helpers import each_step, record_trainers
+from helpers import each_step
 from windlass import train
 from windlass.errors import RunFailed
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.trainer import Trainer
 
 KILLED = Path(__file__).parent / "killed.py"
 WSD = {
@@ -26,25 +22,6 @@ WSD = {
     "checkpoint.keep_last": 10,
 }
 OPTIONS = WSD | {"optim.schedule.decay": 6}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text of made-up words: 44 samples of 16 characters for training, so that 12 steps of 8
-    cross two epochs' edges.
-    """
-    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(0)
-    words = [
-        "".join(draw.choice("abcdefgh") for _ in range(draw.randint(2, 6))) for _ in range(400)
-    ]
-    (folder / "text.txt").write_text(" ".join(words)[:787])
-    return folder
-
-
-@pytest.fixture
-def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
-    """The trainers that `train` set up in this process, the newest last."""
-    return record_trainers(monkeypatch)
 
 
 def settings(

@@ -243,7 +243,6 @@ def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
         ("dropout", 2, "tensor=2", 1, "tensor=1"),
         ("lora", 1, "tensor=1", 2, "tensor=2"),
         ("freeze", 2, "strategy=shard_optim", 2, "tensor=2"),
-        ("bf16", 2, "strategy=ddp", 1, "strategy=auto"),
         pytest.param("4bit", 2, "strategy=full_shard", 1, "strategy=auto", marks=needs_4bit),
     ],
 )
@@ -270,6 +269,14 @@ def test_other_ranks_and_strategies_continue_it(
     assert losses(run) == pytest.approx(losses(straight), rel=tolerance)
     (last,) = {step.name for step in run.checkpoints_dir.iterdir()} - {"step-00000002"}
     assert at(run).manifest.base == at(first, 2).manifest.base and last == "step-00000004"
+
+
+@pytest.mark.dist
+def test_two_ranks_with_a_base_in_bf16_have_the_losses_of_one(base: Path) -> None:
+    straight = train(recipe(base, "straight", "train.precision=fp64", **KINDS["bf16"]))
+    ddp = "train.precision=fp64", "parallel.strategy=ddp"
+    run = train_on_ranks(recipe(base, "run", *ddp, **KINDS["bf16"]))
+    assert losses(run) == pytest.approx(losses(straight), rel=1e-12)
 
 
 @pytest.mark.dist

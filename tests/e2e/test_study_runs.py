@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from helpers import TINY, kill_when, overrides, windlass
+from helpers import TINY, kill_when, overrides, windlass, write_corpus
 from windlass import Study
 from windlass.fileio import read_json
 from windlass.run import Run
@@ -17,11 +17,12 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture
-def recipe(corpus, tmp_path):
+def recipe(tmp_path):
     """The overrides of cells of a second or two; settings as `train__steps=60`."""
+    text = str(write_corpus(tmp_path / "text.txt"))
 
     def made(**settings):
-        shared = {**TINY, "data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+        shared = {**TINY, "data.source": text, "data.dir": str(tmp_path / "data")}
         shared |= {key.replace("__", "."): value for key, value in settings.items()}
         return overrides(shared | {"parallel.device": "cpu"})
 

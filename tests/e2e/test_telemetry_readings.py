@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from small_runs import corpus, curve, recipe_of, settings, start, stopped, untouched  # noqa: F401 - a fixture
+from small_runs import curve, recipe_of, settings, start, stopped, untouched
 
 from helpers import each_step
 from windlass import train

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import corpus, recipe_of
+from small_runs import recipe_of
 
 import windlass
 from helpers import refused
@@ -17,8 +17,6 @@ from windlass.checkpoint.format import Checkpoint, open_checkpoint, step_dir
 from windlass.evaluation.source import find_source, open_model
 from windlass.parallel.ranks import alone
 from windlass.run import Run
-
-__all__ = ["corpus"]
 
 STEPS, BETA = 12, 0.7
 EVERY_STEP = {"checkpoint.every": 1, "checkpoint.keep_last": 30, "eval.every": 4}

@@ -5,7 +5,7 @@ import random
 import shutil
 
 import pytest
-from small_runs import corpus, curve, recipe_of, stopped
+from small_runs import curve, recipe_of, stopped
 
 from helpers import best_step
 from windlass import train
@@ -13,7 +13,6 @@ from windlass.checkpoint.choose import find_checkpoint
 from windlass.checkpoint.listing import list_checkpoints
 from windlass.run import Run
 
-__all__ = ["corpus"]
 MEASURE = "hellaswag.acc_per_token"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import corpus, curve, evaluations, recipe_of, settings
+from small_runs import curve, evaluations, recipe_of, settings
 
 from helpers import kill_when, windlass
 from windlass import train
@@ -15,7 +15,6 @@ from windlass.evaluation.source import find_source, open_model
 from windlass.parallel.ranks import alone
 from windlass.run import Run
 
-__all__ = ["corpus"]
 pytestmark = pytest.mark.dist
 
 FP64 = {"train.precision": "fp64", "parallel.device": "cpu"}
@@ -33,6 +32,7 @@ LLAMA = {
     "model.ff_bias": False,
     "model.dropout": 0.0,
 }
+GRID = LLAMA | {"train.steps": 6, "eval.every": 3, "eval.sample_every": 3, "eval.sample_tokens": 12}
 
 
 def words(corpus: Path, run: Path, layout: dict[str, int], *options: str, **more: object):
@@ -92,8 +92,7 @@ def test_a_killed_run_continues_in_other_layouts_with_equal_numbers(corpus, tmp_
 def grid(corpus, tmp_path_factory) -> Run:
     """A run of a Llama with tensor 2 x data 2 under `full_shard`."""
     run = Run(tmp_path_factory.mktemp("grid") / "run")
-    more = {"strategy": "full_shard", "eval.sample_every": 6, "eval.sample_tokens": 12, **LLAMA}
-    overrides = words(corpus, run.path, TENSOR, **more)
+    overrides = words(corpus, run.path, TENSOR, strategy="full_shard", **GRID)
     overrides[overrides.index("--world") + 1] = "4"
     windlass(*overrides)
     return run
@@ -108,8 +107,7 @@ def exported(grid, tmp_path_factory) -> Path:
 
 def test_tensor_2_x_data_2_measures_what_one_process_does(grid, corpus, tmp_path):
     """Losses, evaluations, samples and weights; every rank samples its device."""
-    more = {"eval.sample_every": 6, "eval.sample_tokens": 12, **LLAMA}
-    whole = train(recipe_of(corpus, tmp_path / "whole", micro=2, **FP64, **more))
+    whole = train(recipe_of(corpus, tmp_path / "whole", micro=2, **FP64, **GRID))
     assert_equal(grid, whole)
     texts = [[line["text"] for line in run.lines("sample")] for run in (grid, whole)]
     assert texts[0] == texts[1] and len(texts[0]) >= 2

@@ -4,15 +4,13 @@ a branch; its numbers in the ledger, the report, the trackers and the plan.
 
 import numpy as np
 import pytest
-from small_runs import corpus, recipe_of, stopped, untouched
+from small_runs import recipe_of, stopped, untouched
 
 from helpers import refused
 from windlass import train
 from windlass.checkpoint.format import open_checkpoint
 from windlass.data.mixture import Mixture, Stage
 from windlass.data.open import open_data
-
-__all__ = ["corpus"]
 
 NAMES = ("long", "short", "third")
 

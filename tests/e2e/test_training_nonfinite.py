@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_runs import corpus, recipe_of
+from small_runs import recipe_of
 
 from helpers import each_step, refused
 from windlass import train
@@ -16,8 +16,6 @@ from windlass.parallel import parallelize
 from windlass.run import Run
 from windlass.training import network, state, trainer
 from windlass.training.state import SCALE_START
-
-__all__ = ["corpus"]
 
 NAN = float("nan")  # a factor of the weights
 

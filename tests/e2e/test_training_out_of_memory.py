@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import corpus, curve, recipe_of, stopped, untouched  # noqa: F401 - a fixture
+from small_runs import curve, recipe_of, stopped, untouched
 
 from forked import launch
 from helpers import each_step, refused

@@ -19,16 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from small_runs import (
-    corpus,
-    curve,
-    evaluations,
-    recipe_of,
-    settings,
-    stopped,
-    trainers,
-    untouched,
-)
+from small_runs import curve, evaluations, recipe_of, settings, stopped, untouched
 
 from forked import Forked, launch
 from helpers import best_step, command, each_step, refused, wait_for
@@ -38,8 +29,6 @@ from windlass.checkpoint.save import Writer
 from windlass.errors import RunFailed, Stopped
 from windlass.run import Run
 from windlass.training import evaluator
-
-__all__ = ["corpus", "trainers"]
 
 STRUCK = Path(__file__).parent.parent / "faults" / "struck.py"
 SLOW = {

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
+from small_runs import WSD, curve, failed, recipe_of, settings, stopped, untouched
 
 from forked import Forked, launch
 from helpers import best_step, each_step, kept, refused, wait_for
@@ -29,8 +29,6 @@ from windlass.reports.view import RunView
 from windlass.run import Run
 from windlass.training import directory, rank
 from windlass.training.start import is_restart, job_id, resolve_start
-
-__all__ = ["corpus"]
 
 KEEP_ALL = {"checkpoint.keep_last": 20}
 BOUNDED = {"eval.batches": 1, "data.val_fraction": 0.3}

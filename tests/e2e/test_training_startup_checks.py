@@ -5,7 +5,7 @@ import socket
 import threading
 
 import pytest
-from small_runs import corpus, recipe_of
+from small_runs import recipe_of
 
 import helpers
 from helpers import each_step, refused, tiny_recipe, write_corpus
@@ -13,8 +13,6 @@ from windlass import train
 from windlass.checkpoint.save import Writer
 from windlass.errors import RunFailed
 from windlass.run import Run
-
-__all__ = ["corpus"]
 
 
 def test_warmup_and_decay_are_compared_with_the_resolved_length(corpus, tmp_path):

@@ -107,13 +107,14 @@ def random_talk(draw: random.Random) -> list[dict[str, str]]:
     return [{"role": role, "content": text()} for role in roles]
 
 
+@pytest.mark.parametrize("count", [200, pytest.param(860, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_marks_of_random_conversations_equal_those_of_transformers_and_trl(
-    kind: str, tmp_path: Path
+    kind: str, count: int, tmp_path: Path
 ) -> None:
     ours, template, theirs = opened(kind, tmp_path)
     draw, training, compared = random.Random(kind), trl_template(kind), 0
-    for _ in range(860):
+    for _ in range(count):
         talk = random_talk(draw)
         if kind == "phi3":  # its role tokens include white space after them
             talk = [{**message, "content": message["content"].strip()} for message in talk]
@@ -131,7 +132,7 @@ def test_tokens_and_marks_of_random_conversations_equal_those_of_transformers_an
         if ids[: len(asked)] == asked:
             compared += 1
             assert completion == (ids, [place >= len(asked) for place in range(len(ids))])
-    assert compared > 500
+    assert compared > 0.58 * count
 
 
 @pytest.mark.parametrize("kind", KINDS)

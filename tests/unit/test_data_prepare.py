@@ -515,7 +515,11 @@ def test_a_process_that_dies_fails_the_run(tmp_path, monkeypatch):
     prepare(recipe)
 
 
-@pytest.mark.parametrize("ending", ["parquet", "txt", "txt.gz", "csv", "json", "jsonl"])
+@pytest.mark.parametrize(
+    "ending",
+    ["parquet", "txt", "json", "jsonl"]
+    + [pytest.param(ending, marks=pytest.mark.full) for ending in ("txt.gz", "csv")],
+)
 def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
     """In a child, by VmHWM: `ru_maxrss` would be at least the peak of this process before exec."""
     data = []

@@ -17,13 +17,7 @@ from windlass.model.size import describe_sizes
 from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups
 from windlass.optim.muon import COEFFICIENTS, MuonAdamW, orthogonalise, update_scale
 from windlass.optim.schedule import lr_multiplier, set_lr
-from windlass.recipe import (
-    Horizon,
-    ModelSettings,
-    OptimSettings,
-    Recipe,
-    ScheduleSettings,
-)
+from windlass.recipe import Horizon, ModelSettings, OptimSettings, Recipe, ScheduleSettings
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 from windlass.errors import plural
 from windlass.estimate.devices import NO_PEAK
 from windlass.estimate.rank import flops_of_run
+from windlass.ledger import Line
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import Sizes
