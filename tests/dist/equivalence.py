@@ -173,16 +173,12 @@ def each(join, recipes):
 
 
 def check(world, recipes, wanted) -> None:
-    check_cases(world, [("", recipe, wanted) for recipe in recipes])
-
-
-def check_cases(world, cases) -> None:
-    """Train by the recipe of each (name, recipe, wanted) on `world` ranks: every rank logs what one
-    process logs, and together the ranks hold its parameters, all to 1e-9.
+    """Train by each recipe on `world` ranks: every rank logs what one process logs, and together
+    the ranks hold its parameters, all to 1e-9.
     """
-    per_rank = run_ranks(each, world, [recipe for _, recipe, _ in cases], timeout=600)
-    for (name, recipe, wanted), *outcomes in zip(cases, *per_rank, strict=True):
-        layout, held = (name, recipe.parallel.model_dump(exclude_defaults=True)), set()
+    per_rank = run_ranks(each, world, recipes, timeout=240)
+    for recipe, *outcomes in zip(recipes, *per_rank, strict=True):
+        layout, held = recipe.parallel.model_dump(exclude_defaults=True), set()
         for outcome in outcomes:
             assert max(distance(outcome, wanted)) < 1e-9, layout
             assert len(outcome[2]) == len(wanted[2]) or recipe.parallel.pipeline > 1, layout

@@ -133,11 +133,11 @@ TENSOR, CONTEXT, PIPELINE = ({f"parallel__{d}": 2} for d in ("tensor", "context"
     [
         ("full_shard", 2, {}),
         ("ddp", 4, {}),
-        ("full_shard", 4, TENSOR),
+        ("ddp", 2, TENSOR),
         ("full_shard", 4, CONTEXT),
         ("full_shard", 4, PIPELINE),
         pytest.param("ddp", 4, PIPELINE | TENSOR, marks=pytest.mark.full),
-        pytest.param("ddp", 2, TENSOR, marks=pytest.mark.full),
+        pytest.param("full_shard", 4, TENSOR, marks=pytest.mark.full),
         pytest.param("ddp", 4, TENSOR | CONTEXT, marks=pytest.mark.full),
     ],
 )

@@ -11,7 +11,6 @@ one rank of cp alone (m7452, finding 9).
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import equivalence
@@ -24,9 +23,7 @@ from equivalence import (
     STEPS,
     VOCAB,
     check,
-    check_cases,
     distance,
-    each,
     logits_of,
     reference,
     rows,
@@ -36,7 +33,6 @@ from equivalence import (
 from harness import run_ranks
 
 from windlass.data.batch import Batch, positions_of
-from windlass.recipe import Recipe
 
 OLD = {"model__heads": 4}
 NEW = {
@@ -181,25 +177,16 @@ SLOW = {
     for name, model in (("old", OLD), ("new", NEW))
 }
 ALL = TRAININGS | BESIDE_ONE_PROCESS | SLOW
+NAMES = [(name, world) for name, (_, worlds) in ALL.items() for world in worlds]
 NAMES_SLOW = (*SLOW, "dropout, new", "one row, other")
-NAMES = [name for name in ALL if name not in NAMES_SLOW]
 
 
-def cases_of(world: int, names: list[str]) -> Iterator[tuple[str, Recipe, Any]]:
-    """The cells of some trainings on a world, with the outcome of a plain loop, or of one process."""
-    names = [name for name in names if world in ALL[name][1]]
-    beside = [name for name in names if name in BESIDE_ONE_PROCESS]
-    [outcomes] = run_ranks(each, 1, [settings("fp64", "single", **ALL[n][0]) for n in beside])
-    alone = dict(zip(beside, outcomes, strict=True))
-    for name in names:
-        model, worlds = ALL[name]
-        loops = dict[int, Any]()
-        for cell in worlds[world]:
-            layers = cell.get("model__layers", 2)
-            if name not in alone and layers not in loops:
-                loops[layers] = reference(**model | {"model__layers": layers})
-            recipe = settings(world=world, **model | cell)
-            yield name, recipe, alone[name] if name in alone else loops[layers]
+def check_cells(world: int, model: dict[str, Any], cells: list[Cell], wanted: Any = None) -> None:
+    """Cells with equal layers have one reference, a plain loop unless `wanted` is given."""
+    for layers in {cell.get("model__layers", 2) for cell in cells}:
+        own = [cell for cell in cells if cell.get("model__layers", 2) == layers]
+        recipes = [settings(world=world, **model | cell) for cell in own]
+        check(world, recipes, wanted or reference(**model | {"model__layers": layers}))
 
 
 @pytest.fixture(scope="module")
@@ -213,15 +200,16 @@ def test_one_process_in_float64(plain, accumulation):
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("world", "names"),
-    [(2, NAMES), (4, NAMES), pytest.param(4, NAMES_SLOW, marks=pytest.mark.full)],
-    ids=["2 ranks", "4 ranks", "4 ranks, slow"],
+    ("name", "world"),
+    [pytest.param(*one, marks=[pytest.mark.full] * (one[0] in NAMES_SLOW)) for one in NAMES],
 )
-def test_trainings_in_float64(world, names):
-    """The same ranks train all of them: a process has what FSDP2 and DTensor keep after the first."""
-    check_cases(world, list(cases_of(world, names)))
+def test_trainings_in_float64(name, world):
+    model, worlds = ALL[name]
+    wanted = None
+    if name in BESIDE_ONE_PROCESS:
+        [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
+    check_cells(world, model, worlds[world], wanted)
 
 
 @pytest.mark.dist
@@ -281,7 +269,7 @@ def test_rows_of_several_documents(model, shortest, monkeypatch):
     monkeypatch.setattr("windlass.model.attention.MASKED_TOKENS", shortest)
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
     cells = [on("full_shard", **FOUR[1]), on("full_shard", context=2), on("ddp", pipeline=2)]
-    check(4, [settings(world=4, **model | cell) for cell in cells], wanted)
+    check_cells(4, model, cells, wanted)
 
 
 @pytest.mark.dist

@@ -121,7 +121,7 @@ def test_run_ends_and_resumes_from_last_checkpoint(text, tmp_path, how, phase, v
 def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path):
     """`--max-restarts 1`: from the last committed checkpoint."""
     run = Run(tmp_path / "run")
-    more = {"train.steps": 300, "checkpoint.every": 5, "eval.every": 0, "parallel.strategy": "ddp"}
+    more = {"train.steps": 150, "checkpoint.every": 25, "eval.every": 0, "parallel.strategy": "ddp"}
     words = ["train", "quickstart", "--world", "2", "--max-restarts", "1"]
     quiet = {"WINDLASS_QUIET_END": "1"}
     process = helpers.start(*words, *settings(text, run.path, **more), env=quiet)
@@ -139,4 +139,4 @@ def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path):
     starts = [(e["attempt"], e["world"], e["step"] > 0) for e in events]
     assert starts == [(0, 2, False), (1, 2, True)]
     assert run.state == "finished"
-    assert helpers.curve(run, "samples") == [(step, 4 * step) for step in range(1, 301)]
+    assert helpers.curve(run, "samples") == [(step, 4 * step) for step in range(1, 151)]

@@ -120,15 +120,16 @@ def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, seen, first) 
 
 
 def test_no_process_imports_files_of_the_working_directory(tmp_path):
-    """The cells of a sweep, their ranks and exporters, among namesakes of all of Python's modules."""
+    """A cell of a sweep and its exporter, among namesakes of all of Python's modules; ranks start
+    in the same way (`processes.MODULE`).
+    """
     for name in sys.stdlib_module_names:
         trap = f"open('imported', 'a').write('{name} ')\nraise ImportError('{name} of the user')\n"
         (tmp_path / f"{name}.py").write_text(trap)
     settings = TINY | {"train.steps": 2, "telemetry.trackers": ["tensorboard"]}
     settings |= {"data.source": str(write_corpus(tmp_path / "corpus.txt")), "data.dir": "data"}
     words = [Path(sys.executable).with_name("windlass"), "sweep", "quickstart", "--dir", "study"]
-    words += ["run.seed=1", "--world", "2"]
-    words += [word for one in overrides(settings) for word in ("--set", one)]
+    words += ["run.seed=1"] + [word for one in overrides(settings) for word in ("--set", one)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     imported = tmp_path / "imported"
     assert done.returncode == 0 and not imported.exists(), done.stdout + done.stderr
