@@ -130,7 +130,7 @@ def make_inputs(work: Path) -> bool:
     documents = [text(10 + i, 1 + 7 * i % 90) for i in range(150)]
     (work / "documents.jsonl").write_text(json_lines({"text": one} for one in documents))
     for number, name in enumerate(("train_0", "train_1", "val_0")):  # as nanoGPT's
-        ids = array("H", text(90 + number, 700).encode())
+        ids = array("H", list(text(90 + number, 700).encode()))
         (work / f"tokens_{name}.bin").write_bytes(ids.tobytes())
     roles = [("system", 500), ("user", 600), ("assistant", 700), ("user", 800), ("assistant", 900)]
     talks = []
