@@ -80,31 +80,26 @@ def fill_from_files(
     Some files omit `prefix` from the names. Rows of added tokens in `longer` get the others' mean.
     """
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
+    stored: dict[str, Any] = {n: files.files[key].get_slice(key) for n, key in keys.items()}
     if len(keys) < len(tensors):
-        values, lacking = files.converted
-        if missing := (lacking & set(tensors)) | (set(tensors) - set(values)):
+        stored, lacking = files.converted
+        if missing := (lacking & set(tensors)) | (set(tensors) - set(stored)):
             problem = f"{files.directory} lacks the weight {min(missing)} of its model"
             raise UserError(f"{problem} ({len(missing)} in all)")
-        for name, tensor in tensors.items():
-            value, rows = values[name], whole_shape(tensor)[:1]
-            more = name in longer and len(value) < rows[0]
-            assign(tensor, with_mean_rows(value, rows[0]) if more else value)
-        return
     for name, tensor in tensors.items():
-        key, shape = keys[name], list(whole_shape(tensor))
-        stored = files.files[key].get_slice(key)  # read when it is indexed
-        there = list(stored.get_shape())
+        source, shape = stored[name], list(whole_shape(tensor))
+        is_slice = not isinstance(source, Tensor)  # of a file, read when it is indexed
+        there = list(source.get_shape() if is_slice else source.shape)
         if name in longer and there[1:] == shape[1:] and there[0] < shape[0]:
-            assign(tensor, with_mean_rows(files.files[key].get_tensor(key), shape[0]))
-            continue
-        if there != shape:
-            problem = f"{key} has the shape {there}, but the configuration says {shape}"
+            assign(tensor, with_mean_rows(source[:], shape[0]))
+        elif there != shape:
+            problem = f"{name} has the shape {there}, but the configuration says {shape}"
             raise UserError(f"{files.directory}: {problem}")
-        if not shape:  # a scalar cannot be sliced
-            tensor.copy_(files.files[key].get_tensor(key))
-            continue
-        for offsets, box in boxes_of(tensor):
-            box.copy_(stored[place_of(offsets, box)])
+        elif shape:
+            for offsets, box in boxes_of(tensor):
+                box.copy_(source[place_of(offsets, box)])
+        else:  # a scalar cannot be sliced
+            tensor.copy_(files.files[keys[name]].get_tensor(keys[name]) if is_slice else source)
 
 
 def with_mean_rows(values: Tensor, rows: int) -> Tensor:
