@@ -414,6 +414,10 @@ def test_questions_of_squad(tmp_path):
     expected = {**question, "context": "a b", "title": "T"}
     assert records(source, format="squad") == [expected]
     assert describe_source(spec_of(source, format="squad"))["files"][0]["bytes"] > 9
+    tree["data"] = [{"paragraphs": [{"context": "a b" * 50_000, "qas": [question]}]}] * 30
+    (tmp_path / "q.json").write_text(json.dumps(tree))
+    fractions = [item.fraction for item in opened(source, format="squad").items()]
+    assert len(fractions) == 30 and fractions[0] < 0.2  # one article after another
     for content in ("[]", "{oops", '{"data": [{"paragraphs": [{}]}]}'):
         (tmp_path / "q.json").write_text(content)
         with refused("q.json", "SQuAD"):

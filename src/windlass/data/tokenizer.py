@@ -125,12 +125,12 @@ class Tokenizer:
             return ids
         parts = [np.zeros(0, np.int64)]
         for stretch in stretches(valid(text)):
-            parts.append(self._encode_stretch(stretch))
-            for head in ("a", "\n") if continues and self._marks_start else ():
-                alone, both = self._encode_stretch(head), self._encode_stretch(head + stretch)
+            for head in ("a", "\n", "") if continues and self._marks_start else ("",):
+                alone = self._encode_stretch(head) if head else parts[0]
+                both = self._encode_stretch(head + stretch)
                 if np.array_equal(both[: len(alone)], alone):
-                    parts[-1] = both[len(alone) :]
                     break
+            parts.append(both[len(alone) :])
             continues = True
         return np.concatenate(parts)
 
