@@ -80,7 +80,7 @@ def test_every_advice_lowers_the_memory_and_advised_settings_fit(case, models):
             every = planned.of({key: value for change in changes for key, value in change.items()})
             assert every is None or every.total > usable
             continue
-        assert planned.of(settings).total <= usable and "GB" in text
+        assert planned.of(settings).total <= usable and "a rank takes" in text
         for key in settings.keys() - {"parallel.strategy"}:  # each is necessary
             fewer = planned.of({k: v for k, v in settings.items() if k != key})
             assert fewer is None or fewer.total > usable, (key, settings)

@@ -100,6 +100,14 @@ def test_a_plan_of_every_preset(name):
         assert not result.memory and "size" in result.unknown
 
 
+def test_large_and_small_numbers_of_a_plan_have_no_exponents():
+    own = ["model.layers=80", "model.width=8192", "model.heads=64", "train.precision=fp32"]
+    text = repr(plan("gpt2-124m", own, device="A100-80GB"))
+    assert "GB of the host's memory" in text and "e+0" not in text
+    text = repr(plan("quickstart", ["model.layers=1"], device="A100-80GB"))
+    assert " MB, of which a save" in text
+
+
 def test_what_is_not_known_is_none_and_has_a_reason():
     text = write_corpus(Path("mine.txt"), 200)
     own = ["data.source=mine.txt", "data.sha256=''", "train.steps=100"]
@@ -228,7 +236,7 @@ def test_an_unknown_device_and_runs_by_their_paths(call, tmp_path):
     _, error = call(*unknown, code=2)
     assert all(word in error for word in ("Cerebras", "--memory GB", "A100-80GB"))
     result = json.loads(call(*unknown, "--memory", "40", "--json")[0])
-    assert result["speed"] is None and result["recommended"] and result["steps"] == 4576
+    assert result["speed"] is None and result["advice"] and result["steps"] == 4576
     write_run(tmp_path / "done")
     write_run(tmp_path / "live", world=2, step_s=0.0625, until=40)
     past = "plan quickstart --from done --from live --world 4 --json".split()

@@ -10,11 +10,12 @@ from windlass.errors import UserError
 from windlass.estimate.calendar import recipe_vocab
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.inputs import PlanInputs, with_sizes
-from windlass.estimate.layouts import MemoryRow, Settings, changed_settings
+from windlass.estimate.layouts import MemoryRow, Settings, changed_settings, settings_of
 from windlass.estimate.memory import Memory, memory
 from windlass.estimate.rank import layout_of
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe, typed
+from windlass.telemetry.measures import show
 
 GPU_RANK_GB, CPU_RANK_GB = 8, 3  # Python, torch, the driver's maps, token shards, and a margin
 LARGE_VOCAB = 2**18  # assumed if the embedding's rows depend on data that are not prepared
@@ -33,12 +34,13 @@ def recommend(rows: Sequence[MemoryRow], inputs: PlanInputs) -> tuple[Settings, 
         return advise(PlannedMemory(inputs), usable)
     size = micro_batch if with_own else fitting[0].largest_micro_batch or 0
     layout = replace(fitting[0].layout, micro_batch=size)
-    if not (changes := changed_settings(layout, inputs.recipe)):
+    own = next(row.layout for row in rows if row.chosen)
+    if settings_of(layout) == settings_of(own):
         return {}, "The recipe's own layout is the cheapest that fits."
     reason = "the cheapest that fits"
     if layout.offload:
-        reason += f"; {fitting[0].memory.host / 1e9:.3g} GB of the host's memory"
-    return changes, reason
+        reason += f"; {amount(fitting[0].memory.host)} of the host's memory"
+    return changed_settings(layout, inputs.recipe), reason
 
 
 class PlannedMemory:
@@ -94,17 +96,16 @@ def advise(planned: PlannedMemory, usable: int) -> tuple[Settings, str]:
         return {}, ""
     if least.total > usable:
         changed = f" with {pasted(settings)}" if settings else ""
-        problem = f"nothing fits: the least is {least.total / 1e9:.3g} GB{changed}"
-        device = f"a device with more than {least.total / USABLE / 1e9:.3g} GB"
+        problem = f"nothing fits: the least is {amount(least.total)}{changed}"
+        device = f"a device with more than {amount(least.total / USABLE)}"
         return {}, f"{problem}; use {device}, or more ranks with parallel.strategy=full_shard"
     for key in list(settings):
         fewer = {other: value for other, value in settings.items() if other != key}
         peak = planned.of(fewer)
         if peak is not None and peak.total <= usable:
             least, settings = peak, fewer
-    size = f"{least.total / 1e9:.3g} GB"
-    host = f" and {least.host / 1e9:.3g} GB of the host's memory" if least.host else ""
-    return settings, f"nothing fits as it is; with these a rank takes {size}{host}"
+    host = f" and {amount(least.host)} of the host's memory" if least.host else ""
+    return settings, f"nothing fits as it is; with these a rank takes {amount(least.total)}{host}"
 
 
 def savings(
@@ -133,6 +134,12 @@ def savings(
     if trains_most and model.kind == "hf" and not model.from_scratch:
         yield {"model.lora.rank": 16}
         yield {"model.lora.rank": 16, "model.lora.base": "4bit"}
+
+
+def amount(size: float) -> str:
+    """Bytes in GB, or in MB if they are few."""
+    number, unit = (size / 1e9, "GB") if size >= 1e8 else (size / 1e6, "MB")
+    return f"{show(number, 'digits')} {unit}"
 
 
 def pasted(settings: Settings) -> str:

@@ -11,6 +11,7 @@ from windlass.model.size import (
     CountedSizes,
     block_matrices,
     count,
+    flops_per_token,
     moment_bytes,
     stage_layers,
     unit_blocks,
@@ -167,12 +168,11 @@ class Rank:
         self.matrices = block_matrices(model) // t
         self.table = -(-vocab // t) * model.width
         self.sizes = count(model, vocab)
-        self.undivided = self.sizes.block  # of a block on all ranks of `tensor` together
         ups = 2 if model.activation == "swiglu" else 1
         keys = self.head_width * model.kv_heads_
         biases = model.attn_bias * (model.width + 2 * keys) + model.ff_bias * ups * model.ff_width_
-        whole = self.undivided - block_matrices(model) - biases  # of a block, replicated
-        cut = (self.undivided - whole) // t
+        whole = self.sizes.block - block_matrices(model) - biases  # of a block, replicated
+        cut = (self.sizes.block - whole) // t
         self.block = cut + whole
         # Blocks of one unit of FSDP2.
         self.unit_blocks = unit_blocks(layers, layers * self.block) if layout.pipeline == 1 else 1
@@ -204,18 +204,11 @@ def ranks_of(model: ModelSettings, vocab: int, layout: Layout) -> list[Rank]:
 
 
 def flops_of_run(recipe: Recipe, start: Line) -> float:
-    """FLOPs of a token in a run's last start; the slowest pipeline stage counts for all."""
-    m = recipe.model
-    if start.get("network") or m.freeze:
+    """FLOPs of a token in a run's last start."""
+    model = recipe.model
+    if start.get("network") or model.freeze:
         return CountedSizes(start["parameters"], start["trained"], 0).flops_per_token()
-    layout = layout_of(recipe, int(start["world"]), precision=start["precision"])
-    flops = []
-    for rank in ranks_of(m, m.vocab or start["data"]["vocab"], layout):  # as `flops_per_token`
-        multiplied = rank.layers * rank.undivided
-        if rank.last:
-            multiplied += rank.sizes.multiplied - m.layers * rank.undivided
-        flops.append(6 * multiplied + 12 * rank.layers * m.width * m.context)
-    return max(flops) * layout.pipeline
+    return flops_per_token(model, model.vocab or start["data"]["vocab"])
 
 
 def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = None) -> int:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.describe import mixture_table, repeated
 from windlass.errors import plural
-from windlass.estimate.advice import pasted
+from windlass.estimate.advice import amount, pasted
 from windlass.estimate.inputs import NETWORK
 from windlass.estimate.memory import PARTS
 from windlass.model.size import describe_network, trainable
-from windlass.telemetry.measures import duration, short
+from windlass.telemetry.measures import duration, short, show
 from windlass.telemetry.terminal import pairs, table
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ def print_plan(plan: Any, console: Console) -> None:
     if plan.steps is None or plan.done < plan.steps:
         _section(console, "Time", _time(plan))
     if size := plan.size.checkpoint_bytes:
-        one = f"{size / 1e9:.4g} GB, of which a save holds a copy in host memory"
+        one = f"{amount(size)}, of which a save holds a copy in host memory"
         disk = {"a checkpoint": one}
         if plan.checkpoints:
-            total = f"{plan.checkpoints * size / 1e9:.4g} GB"
+            total = amount(plan.checkpoints * size)
             disk["in all"] = f"at most {plan.checkpoints:,} at a time: {total}"
         elif why := plan.unknown.get("checkpoints"):
             disk["in all"] = f"unknown, because {why}"
@@ -67,10 +67,10 @@ def _facts(plan: Any) -> dict[str, str]:
         rule = f"D = {plan.optimal_tokens / size.parameters:.4g} N = {plan.optimal_tokens:,} tokens"
         facts["optimal"] = f"{rule} = {plural(plan.optimal_steps or 0, 'step')}"
         if plan.tokens:
-            ratio = plan.tokens / size.parameters
-            facts["optimal"] += f"; this run has {ratio:.3g} tokens a parameter"
+            ratio = show(plan.tokens / size.parameters, "digits")
+            facts["optimal"] += f"; this run has {ratio} tokens a parameter"
     if plan.epochs:
-        facts["epochs"] = f"{plan.epochs:.3g}"
+        facts["epochs"] = show(plan.epochs, "digits")
     else:
         facts["epochs"] = ": ".join(filter(None, ["unknown", plan.unknown.get("epochs")]))
     if plan.mixture:
@@ -110,13 +110,13 @@ def _print_memory(plan: Any, console: Console) -> None:
     if measured:
         notes.append("act includes the logits; a pass with fake tensors and CPU kernels gave it.")
     if host := max(row.memory.host for row in rows):
-        notes.append(f"offload: sharded, with {host / 1e9:.3g} GB of host memory in addition")
+        notes.append(f"offload: sharded, with {amount(host)} of host memory in addition")
     if plan.recommended:
         notes.append(f"Recommended ({plan.advice}): {pasted(plan.recommended)}")
     elif plan.advice:
         notes.append(plan.advice)
     usable = plan.device.usable_bytes
-    budget = f"budget {usable / 1e9:.3g} GB" if usable else "budget unknown"
+    budget = f"budget {amount(usable)}" if usable else "budget unknown"
     micro = f"micro-batch {first.micro_batch}, {first.accumulation} a step"
     title = f"Peak memory of a rank in {unit}: {micro}, {first.precision}, {budget}"
     names = ("param", "grad", "optim", "act", "logit", "buf", "avg")
@@ -157,7 +157,8 @@ def _time(plan: Any) -> dict[str, str]:
         return {"to the end": f"unknown: {plan.unknown['time']}"}
     end = plan.unknown.get("steps", "")
     if plan.seconds is not None:
-        end = f"{duration(plan.seconds)}, {plan.device_hours:.3g} device-hours ({speed.basis})"
+        hours = show(plan.device_hours, "digits")
+        end = f"{duration(plan.seconds)}, {hours} device-hours ({speed.basis})"
         if speed.range:
             slow, fast = speed.range
             times = f"{duration(plan.seconds / fast)} to {duration(plan.seconds / slow)}"

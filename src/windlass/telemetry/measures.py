@@ -67,8 +67,8 @@ def show(value: Any, kind: str = "", missing: str = MISSING) -> str:
     """A value of a recipe or a ledger for a reader; `missing` for None.
 
     `kind`: a key of DECIMALS, `count`, `short` (15.2k), `amount` (with a fraction), `share` (a
-    fraction, shown as %), `gb` (from MB), `giga` (in units of 10^9), `duration` (seconds); empty:
-    six significant digits.
+    fraction, shown as %), `gb` (from MB), `giga` (in units of 10^9), `duration` (seconds), `digits`
+    (three, all of those before the point); empty: six significant digits.
     """
     if value is None or value == "":
         return missing
@@ -93,6 +93,8 @@ def show(value: Any, kind: str = "", missing: str = MISSING) -> str:
             return f"{100 * value:.1f} %"
         case "short":
             return short(value)
+        case "digits":
+            return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
         case "count":
             return f"{value:,.0f}"
         case "amount":
@@ -144,7 +146,7 @@ left_s | time left | duration | | {:duration} left
 tokens_per_s | tokens/s | rate | throughput | {:short} tok/s | throughput\
  | Throughput | tokens/s, all ranks
 lr | learning rate | score | train | lr {:.2e} | lr | Learning rate
-epoch | epochs done | amount | train | epoch {:.3g}
+epoch | epochs done | amount | train | epoch {:digits}
 grad_norm | gradient norm | score | train | grad norm {:.2f} | grad_norm\
  | Gradient norm | before clipping
 mfu | MFU | share | throughput | MFU {:share} | mfu | Model FLOPs utilisation | % of the peak
