@@ -21,6 +21,7 @@ from windlass.processes import WINDLASS, exit_with_parent
 if TYPE_CHECKING:
     from windlass.launch.schedulers.base import Allocation
     from windlass.preflight.check import Check
+    from windlass.recipe import Recipe
 
 
 MinBusbw = Annotated[
@@ -135,11 +136,8 @@ def submit(
     from windlass.launch.job import read_site
     from windlass.launch.submit import Resources, submit_run
     from windlass.launch.submit import cancel as cancel_jobs
-    from windlass.recipe import Recipe
     from windlass.study.jobs import submit_study
     from windlass.study.study import Study
-    from windlass.training.api import say_finished
-    from windlass.training.start import resolve_start
 
     directory = Path(recipe)
     if cancel:
@@ -149,12 +147,7 @@ def submit(
     both: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
     both |= {"dry_run": dry_run}
     if not Study.is_study(recipe):
-        loaded = Recipe.load(recipe, overrides)
-        start = resolve_start(loaded)  # a job would be rejected after its time in the queue
-        if start.finished:
-            say_finished(start)
-            return errors.DONE
-        done = [submit_run(loaded, **both)]
+        done = [submit_run(_startable(recipe, overrides), **both)]
         directory = done[0].directory
     elif overrides:
         problem = f"{recipe} is a study, whose cells have their settings"
@@ -169,6 +162,20 @@ def submit(
     else:
         typer.echo(f"submitted job {', '.join(one.job for one in done)}: {directory}")
     return errors.DONE
+
+
+def _startable(recipe: str, overrides: list[str]) -> Recipe:
+    """The recipe of a job; UserError now for what the job would reject after its time in the queue,
+    and the end of this verb if the run is finished."""
+    from windlass.recipe import Recipe
+    from windlass.training.api import say_finished
+    from windlass.training.start import resolve_start
+
+    start = resolve_start(loaded := Recipe.load(recipe, overrides))
+    if start.finished:
+        say_finished(start)
+        raise typer.Exit
+    return loaded
 
 
 def check(
