@@ -18,7 +18,7 @@ LONGER = {
 """The training loop and the set-up before it stay in one piece each; `train` documents its
 arguments.
 """
-TRAINER, TRAINER_IMPORTS, TRAINER_DEPTH = "windlass.training.trainer", 67, 12
+TRAINER, TRAINER_IMPORTS, TRAINER_DEPTH = "windlass.training.trainer", 68, 12
 """The modules that the trainer imports, directly or not, and the longest chain of these imports."""
 
 

@@ -19,7 +19,8 @@ from helpers import programs, refused, wait_for, windlass, write_ledger
 from windlass.errors import RunFailed
 from windlass.estimate.rank import checkpoint_bytes
 from windlass.fileio import read_json
-from windlass.launch.job import INDEX, Job, Site, job_grace, read_site, report_saved
+from windlass.launch.job import INDEX, Job, Site, read_site
+from windlass.launch.rank_status import job_grace, report_saved
 from windlass.launch.submit import Resources, cancel, find_scheduler, queued, render, submit_run
 from windlass.recipe import Recipe
 from windlass.run import Run

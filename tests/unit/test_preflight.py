@@ -15,7 +15,9 @@ from windlass.estimate.step import Collective
 from windlass.parallel.env import DistEnv
 from windlass.parallel.ranks import Ranks
 from windlass.preflight import check as preflight
-from windlass.preflight.check import PROBE_BYTES, Check, Finding, findings_of, probe_disks, slowest
+from windlass.preflight import findings
+from windlass.preflight.check import PROBE_BYTES, Check, probe_disks, slowest
+from windlass.preflight.findings import Finding, findings_of
 from windlass.recipe import Recipe
 
 V100, H200, ARCHS = (7, 0), (9, 0), ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -31,7 +33,7 @@ def test_bytes_on_the_bus_as_nccl_tests_has_them():
 
 def gpu(capability, archs, cuda="12.8"):
     facts = {"name": "X", "capability": capability, "built_for": archs, "torch": "2.13.0"}
-    return next(preflight.gpu_findings(facts | {"cuda": cuda, "free_gb": 1, "total_gb": 2}))
+    return next(findings.gpu_findings(facts | {"cuda": cuda, "free_gb": 1, "total_gb": 2}))
 
 
 def test_which_devices_torch_has_code_for():
@@ -81,25 +83,23 @@ def test_the_largest_message(monkeypatch, device, gate, free, largest):
 )
 def test_disks(name, free_gb, shared, nodes, status):
     disk = {"path": "/x", "free_gb": free_gb, "write_mb_s": 900, "shared": True, "error": ""}
-    found = preflight.disk_finding(name, [("a", disk), ("b", disk | {"shared": shared})], nodes)
+    found = findings.disk_finding(name, [("a", disk), ("b", disk | {"shared": shared})], nodes)
     assert found.status == status
     assert ("windlass prepare" in found.advice) == (name == "data directory")
-    broken = preflight.disk_finding(
-        name, [("a", disk), ("b", disk | {"error": "read-only"})], nodes
-    )
+    broken = findings.disk_finding(name, [("a", disk), ("b", disk | {"error": "read-only"})], nodes)
     assert broken.status == "problem" and "read-only on b" in broken.text
 
 
 def test_limits_and_what_must_be_the_same():
     facts = {"cuda": "", "cuda_available": False, "shm_gb": 0.06, "files": 1024}
-    assert [f.status for f in preflight.host_findings(facts)] == ["ok", "warning", "warning"]
+    assert [f.status for f in findings.host_findings(facts)] == ["ok", "warning", "warning"]
     ample = facts | {"shm_gb": None, "files": 65536}
-    assert [f.status for f in preflight.host_findings(ample)] == ["ok", "ok"]
+    assert [f.status for f in findings.host_findings(ample)] == ["ok", "ok"]
     ranks = Ranks(DistEnv(), torch.device("cpu"))
     facts = {**preflight.facts_of_rank(ranks), "disks": {}, "tflops": {}}
     hosts = [{"rank": n, "node": n, "host": f"n{n}"} for n in (0, 1)]
     assert {"CUDA (n0)", "CUDA (n1)"} <= {f.name for f in findings_of([facts | h for h in hosts])}
-    differ = preflight.same_on_all(
+    differ = findings.same_on_all(
         "torch", {0: "2.13", 1: "2.13", 2: "2.11"}, {0: "a", 1: "a", 2: "b"}
     )
     assert differ.status == "problem" and "2.13 on a" in differ.text and "2.11 on b" in differ.text
@@ -157,7 +157,7 @@ def test_one_rank_of_each_host_measures_the_disk(tmp_path, monkeypatch):
         ranks = Ranks(DistEnv(local_rank=local_rank), torch.device("cpu"))
         disks.append(probe_disks(ranks, recipe)["run directory"])
     assert written == [PROBE_BYTES] * 2, "rank 0, in both directories"
-    found = preflight.disk_finding("run directory", [("a", disk) for disk in disks], 1)
+    found = findings.disk_finding("run directory", [("a", disk) for disk in disks], 1)
     assert f"{disks[0]['write_mb_s']:,.0f} MB/s" in found.text and disks[0]["shared"]
 
 

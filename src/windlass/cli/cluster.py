@@ -21,6 +21,7 @@ from windlass.processes import WINDLASS, exit_with_parent
 if TYPE_CHECKING:
     from windlass.launch.schedulers.base import Allocation
     from windlass.preflight.check import Check
+    from windlass.recipe import Recipe
 
 
 MinBusbw = Annotated[
@@ -50,7 +51,7 @@ def launch(
     exit_with_parent()  # a cell ends with its sweep; its ranks have other parents
     allocation, words = jobs.plan_launch(command, ranks, per_host, print_)
     if print_:
-        _show_allocation(allocation, words[0])
+        _show_allocation(allocation)
         typer.echo(shlex.join(words))
         return errors.DONE
     if allocation.scheduler == "none":
@@ -59,10 +60,10 @@ def launch(
     return jobs.launch_in_job(allocation, words, partial(typer.echo, err=True))
 
 
-def _show_allocation(allocation: Allocation, launcher: str) -> None:
+def _show_allocation(allocation: Allocation) -> None:
     """Show hosts and ranks on stderr; stdout has only the command."""
-    from windlass.processes import visible_gpus
-    from windlass.telemetry.terminal import pairs, rich_console, table
+    from windlass.launch.schedulers import SCHEDULERS
+    from windlass.telemetry.terminal import rich_console, table
 
     console = rich_console(sys.stderr)
     rows, first = list[tuple[str, str, str]](), 0
@@ -71,16 +72,9 @@ def _show_allocation(allocation: Allocation, launcher: str) -> None:
         rows.append((host, str(count), numbers))
         first += count
     console.print(table(["host", "ranks", "numbers"], rows, console.width, text=["host"]))
-    facts = {
-        "scheduler": allocation.scheduler,
-        "job": allocation.job,
-        "host file": allocation.hostfile,
-        "hosts": str(len(allocation.hosts)),
-        "GPUs per host": f"{len(visible_gpus())} (here)",
-        "world": str(allocation.ranks),
-        "launcher": "local processes" if allocation.scheduler == "none" else launcher,
-    }
-    console.print(pairs([(name, value) for name, value in facts.items() if value]))
+    in_job = allocation.scheduler != "none"
+    where = f"{SCHEDULERS[allocation.scheduler].TITLE} job {allocation.job}" if in_job else "no job"
+    console.print(f"{where}: {errors.plural(allocation.ranks, 'rank')}")
 
 
 def env(
@@ -135,11 +129,8 @@ def submit(
     from windlass.launch.job import read_site
     from windlass.launch.submit import Resources, submit_run
     from windlass.launch.submit import cancel as cancel_jobs
-    from windlass.recipe import Recipe
     from windlass.study.jobs import submit_study
     from windlass.study.study import Study
-    from windlass.training.api import say_finished
-    from windlass.training.start import resolve_start
 
     directory = Path(recipe)
     if cancel:
@@ -149,12 +140,7 @@ def submit(
     both: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
     both |= {"dry_run": dry_run}
     if not Study.is_study(recipe):
-        loaded = Recipe.load(recipe, overrides)
-        start = resolve_start(loaded)  # a job would be rejected after its time in the queue
-        if start.finished:
-            say_finished(start)
-            return errors.DONE
-        done = [submit_run(loaded, **both)]
+        done = [submit_run(_startable(recipe, overrides), **both)]
         directory = done[0].directory
     elif overrides:
         problem = f"{recipe} is a study, whose cells have their settings"
@@ -169,6 +155,20 @@ def submit(
     else:
         typer.echo(f"submitted job {', '.join(one.job for one in done)}: {directory}")
     return errors.DONE
+
+
+def _startable(recipe: str, overrides: list[str]) -> Recipe:
+    """The recipe of a job; UserError now for what the job would reject after its time in the queue,
+    and the end of this verb if the run is finished."""
+    from windlass.recipe import Recipe
+    from windlass.training.api import say_finished
+    from windlass.training.start import resolve_start
+
+    start = resolve_start(loaded := Recipe.load(recipe, overrides))
+    if start.finished:
+        say_finished(start)
+        raise typer.Exit
+    return loaded
 
 
 def check(

@@ -84,13 +84,14 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
 
     Example: `windlass prepare quickstart`
     """
+    from rich.filesize import decimal
+
     from windlass.data.chat import show_row
     from windlass.data.describe import describe, lines, warnings
     from windlass.data.encode import LEFT_OUT
     from windlass.data.open import open_samples
     from windlass.data.prepare import prepare as prepare_data
     from windlass.data.samples import ExampleSamples
-    from windlass.estimate.advice import amount
     from windlass.estimate.devices import this_device
     from windlass.estimate.inputs import PlanInputs, with_sizes
     from windlass.recipe import Recipe
@@ -111,7 +112,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
         shown["left out"] = "\n".join(dict.fromkeys(lists))
     inputs = with_sizes(PlanInputs(loaded, 1, this_device(cpu=True), "fp32", vocab=data.vocab))
     if size := inputs.size.checkpoint_bytes:
-        shown["checkpoint"] = f"{amount(size)} each"
+        shown["checkpoint"] = f"{decimal(size)} each"
     shown["fingerprint"] = data.fingerprint
     shown["prepared"] = "now" if prepared.is_new else "already"
     rich_console(sys.stdout).print(pairs(shown.items()))

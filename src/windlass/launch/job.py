@@ -1,9 +1,7 @@
-"""A job to submit, a site's settings, and a training's report to its job. No torch."""
+"""A job to submit, and a site's settings. No torch."""
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import re
 import tomllib
@@ -20,11 +18,6 @@ from windlass.variables import SECRET_NAME
 SCRIPT = "submit.sh"  # in the directory of a run or of an array's logs
 INDEX = "{index}"  # in a job's command: the number of the array's task
 TIME = r"\d+:[0-5]\d:[0-5]\d"
-SAVED = "WINDLASS_SAVED"  # in a batch job: the file of `report_saved`
-LIMIT = "WINDLASS_LIMIT"  # beside it: the job's time limit in seconds; 0: unknown
-GRACE_SECONDS = 120  # between the signal to stop and the time limit, at least
-STOP_MARGIN_SECONDS = 30  # of a stop, beside its saves: the step, trackers, the ranks' ends
-END_MARGIN_SECONDS = 10  # of a batch job, after the training
 GPU_RANK_CORES = 4  # Python, autograd, NCCL's proxy, saving; small nodes have only four
 
 
@@ -123,7 +116,7 @@ class Job:
     # a check that must succeed first, with a log of its own; its exit code ends the job
     before: Sequence[str] = ()
     max_restarts: int = 3  # after lost hosts
-    lead: int = GRACE_SECONDS  # between the signal to stop and the time limit
+    lead: int = 120  # seconds between the signal to stop and the time limit, by `stop_lead`
 
     @property
     def script(self) -> Path:
@@ -132,29 +125,3 @@ class Job:
     def short_name(self) -> str:
         """The name without the characters that schedulers reject or replace."""
         return re.sub(r"[^\w.+-]", "_", self.name)
-
-
-def stop_lead(save_seconds: float) -> int:
-    """Seconds before a time limit at which a stop begins: one save may run, another follows."""
-    return max(GRACE_SECONDS, math.ceil(2 * save_seconds) + STOP_MARGIN_SECONDS)
-
-
-def report_saved(save_seconds: float) -> None:
-    """Tell the script of a batch job that a checkpoint was saved, and its `stop_lead`."""
-    if path := os.environ.get(SAVED):
-        most = int(os.environ.get(LIMIT) or 0) // 2  # half of the time is for the training
-        lead = max(GRACE_SECONDS, min(most, stop_lead(save_seconds)))
-        with contextlib.suppress(OSError):
-            new = Path(f"{path}.new")
-            new.write_text(f"{lead}\n", encoding="ascii")
-            new.replace(path)  # the script reads it at any time
-
-
-def job_grace() -> float:
-    """The seconds that a batch job leaves its training from the signal to the end; else 0."""
-    if not (path := os.environ.get(SAVED)):
-        return 0.0
-    lead = float(GRACE_SECONDS)
-    with contextlib.suppress(OSError, ValueError):
-        lead = float(Path(path).read_text(encoding="ascii"))
-    return lead - END_MARGIN_SECONDS

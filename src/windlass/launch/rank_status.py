@@ -1,9 +1,11 @@
-"""What a rank tells its launcher by files: where it is, its failure, its exit code. No torch."""
+"""What a rank tells its launcher or batch job by files: where it is, its failure, its exit code, and
+how long a save takes. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -17,6 +19,11 @@ from windlass.launch.schedulers import host_name
 WATCH_DIR = "WINDLASS_WATCH_DIR"  # of the ranks' status files; unset without our launcher
 # In a job: a directory that its hosts share, for the ranks' exit codes and failures.
 REPORTS = "WINDLASS_REPORTS"
+SAVED = "WINDLASS_SAVED"  # in a batch job: the file of `report_saved`
+LIMIT = "WINDLASS_LIMIT"  # beside it: the job's time limit in seconds; 0: unknown
+GRACE_SECONDS = 120  # between the signal to stop and the time limit, at least
+STOP_MARGIN_SECONDS = 30  # of a stop, beside its saves: the step, trackers, the ranks' ends
+END_MARGIN_SECONDS = 10  # of a batch job, after the training
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to exit
 # the phases of a step; it is done after the last one
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
@@ -99,3 +106,29 @@ def report_code(code: Any) -> None:
     with contextlib.suppress(OSError):
         if reports := os.environ.get(REPORTS):
             Path(reports, f"code-{socket.gethostname()}-{os.getpid()}").write_text(str(code))
+
+
+def stop_lead(save_seconds: float) -> int:
+    """Seconds before a time limit at which a stop begins: one save may run, another follows."""
+    return max(GRACE_SECONDS, math.ceil(2 * save_seconds) + STOP_MARGIN_SECONDS)
+
+
+def report_saved(save_seconds: float) -> None:
+    """Tell the script of a batch job that a checkpoint was saved, and its `stop_lead`."""
+    if path := os.environ.get(SAVED):
+        most = int(os.environ.get(LIMIT) or 0) // 2  # half of the time is for the training
+        lead = max(GRACE_SECONDS, min(most, stop_lead(save_seconds)))
+        with contextlib.suppress(OSError):
+            new = Path(f"{path}.new")
+            new.write_text(f"{lead}\n", encoding="ascii")
+            new.replace(path)  # the script reads it at any time
+
+
+def job_grace() -> float:
+    """The seconds that a batch job leaves its training from the signal to the end; else 0."""
+    if not (path := os.environ.get(SAVED)):
+        return 0.0
+    lead = float(GRACE_SECONDS)
+    with contextlib.suppress(OSError, ValueError):
+        lead = float(Path(path).read_text(encoding="ascii"))
+    return lead - END_MARGIN_SECONDS

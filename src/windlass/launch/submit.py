@@ -18,7 +18,8 @@ from typing import NamedTuple
 from windlass.errors import RunFailed, UserError
 from windlass.estimate.advice import host_memory_gb
 from windlass.fileio import read_json, write_atomic
-from windlass.launch.job import INDEX, TIME, Job, Site, read_site, seconds_of, site_file, stop_lead
+from windlass.launch.job import INDEX, TIME, Job, Site, read_site, seconds_of, site_file
+from windlass.launch.rank_status import stop_lead
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.schedulers.base import Scheduler, run_program
 from windlass.processes import WINDLASS

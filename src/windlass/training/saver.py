@@ -15,7 +15,7 @@ from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch import rank_status
-from windlass.launch.job import job_grace, report_saved
+from windlass.launch.rank_status import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.recipe import Horizon
 from windlass.telemetry.trackers import FLUSH_SECONDS
