@@ -392,7 +392,7 @@ def name_of(result: CellResult) -> str:
     if not result.cell.assignment:
         return str(result.run.path)
     model, train = result.cell.recipe.model, result.cell.recipe.train
-    return f"{model.layers}x{model.width}, {train.tokens_per_parameter:g} tokens per parameter"
+    return f"{model.layers}x{model.width}, D = {train.tokens_per_parameter:g} N"
 
 
 def join(study: Study, runs: Sequence[Run]) -> None:
