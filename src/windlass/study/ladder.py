@@ -408,5 +408,6 @@ def flops_per_hour(recipe: Recipe, device: str) -> float:
     planned = plan(recipe, device=device)
     if not planned.flops or not planned.device_hours:
         why = "; ".join(dict.fromkeys(planned.unknown.values()))
-        raise UserError(f"{argument('device', device)}: no plan of the speed: {why}")
+        place = argument("device", device) if device else "this device"
+        raise UserError(f"{place}: no plan of the speed: {why}")
     return planned.flops / planned.device_hours
