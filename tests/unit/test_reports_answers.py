@@ -6,7 +6,9 @@ from scaling_fixtures import build_scaling, phases, worlds
 
 from windlass.reports.page import Contents
 from windlass.reports.study import StudyView
+from windlass.reports.tables import markdown_cell
 from windlass.reports.view import RunView
+from windlass.reports.write import markdown
 from windlass.study.grid import WORLD
 from windlass.study.study import Scaling
 
@@ -80,6 +82,8 @@ def test_skipped_steps_and_failed_saves_are_counted_and_listed(tmp_path):
     assert wrong.text == "3 skipped steps, 1 failed save"
     assert wrong.more[0] == "step 30: gradient not finite" and len(wrong.more) == 2
     assert "0 kills" in worked.remark
+    text = markdown(Contents([RunView(run)]), {})
+    assert all(markdown_cell(problem) in text for problem in wrong.more)
 
 
 def test_a_comparison_names_the_best_run(one, tmp_path):

@@ -14,6 +14,7 @@ from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.reports.answers import good
 from windlass.reports.study import StudyView, cell_table
+from windlass.study import study as studies
 from windlass.study.comparable import common_measure
 from windlass.study.numbers import BITS
 from windlass.study.process import train_command
@@ -266,6 +267,24 @@ def test_an_interruption_is_shown_but_leaves_the_cell_open(study):
     assert state("failed", 0, 9) == ("failed", "r")
     assert state("resumed", 1, 5)[0] == "interrupted"  # killed after it was tried again
     assert state("finished", 1, 9) == ("finished", "")
+
+
+def test_a_run_that_ends_while_it_is_read_is_not_interrupted(study, monkeypatch):
+    run = study.run_of(study.cells[0])
+    write_ledger(run, {"kind": "event", "event": "started", "step": 0})
+    run.heartbeat_path.touch()
+    real = studies.read_numbers
+
+    def read(*words):
+        numbers = real(*words)
+        run.heartbeat_path.unlink()
+        write_ledger(run, FINISHED)
+        return numbers
+
+    monkeypatch.setattr(studies, "read_numbers", read)
+    assert study.result(study.cells[0]).state == "running"
+    monkeypatch.setattr(studies, "read_numbers", real)
+    assert study.result(study.cells[0]).state == "finished"
 
 
 @pytest.mark.parametrize(("lower", "winner"), [([], 1), (["f1"], 0)])

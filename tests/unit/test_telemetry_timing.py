@@ -239,7 +239,7 @@ def test_a_suite_of_ones_own_says_whether_less_is_better() -> None:
     assert scores_by_step(lines, "own:x.error").best_step == 1
     assert scores_by_step(lines, "own:x.right").best_step == 2
     numbers = RunNumbers(lines, lines, "own:x.error")
-    assert (numbers.score, numbers.lower) == (0.1, True), "a study has the same best score"
+    assert (numbers.score, numbers.scores.lower) == (0.1, True), "a study has the same best score"
 
 
 def test_scores_of_other_items_are_left_out() -> None:

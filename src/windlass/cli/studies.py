@@ -242,24 +242,17 @@ def ladder(
     from windlass.study import ladder as ladders
     from windlass.study import runner as studies
     from windlass.study.progress import Progress
-    from windlass.telemetry.measures import short
 
     if sum(map(bool, (flops, hours, money))) > 1:
         raise UserError("give one budget: --flops, --hours or --money")
     if bool(money) != bool(price):
         raise UserError("--money and --price, of an hour of the device, belong together")
     added = [Run.open(path) for path in add]
-    ratios = list[float]()
-    with contextlib.suppress(ValueError):
-        ratios = [float(word) for word in tokens.split(",") if word.strip()]
-    if tokens and min(ratios, default=0) <= 0:
-        raise UserError(f"--tokens {tokens}: write tokens per parameter with commas, as 5,10,20")
     names = [name.strip() for name in sizes.split(",") if name.strip()]
-    study = ladders.create_ladder(recipe, names, ratios, overrides, dir_, world)
+    study = ladders.create_ladder(recipe, names, _ratios(tokens), overrides, dir_, world)
     if create:
         return show_created(study)
-    if money:
-        hours = money / price
+    hours = money / price if money else hours
     if hours:
         ladders.flops_per_hour(study.recipe, device)  # fails before anything trains
     progress = Progress(sys.stderr if json_ else sys.stdout)
@@ -269,20 +262,27 @@ def ladder(
     if json_:
         print_json(_law_as_json(seen, best))
     else:
-        _show_law(seen, progress)
-        if best:
-            budget = f"{hours:.3g} h of {device}, " if hours else ""
-            answer = f"{short(best.size)} {seen.law.counted}, {short(best.tokens)} tokens"
-            progress.notify(f"best for {budget}{best.flops:.3g} FLOPs: {answer}, loss {best.loss}")
-            progress.console.out(f"  {best.command}")
-        progress.notify(f"report: windlass report {shlex.quote(str(study.path))}")
+        paid = f"{hours:.3g} h of {device or 'this device'}, " if hours else ""
+        _show_law(seen, best, paid, progress)
     if added:
         ladders.join(study, added)
     return exit_code(study)
 
 
-def _show_law(seen: Ladder, progress: Progress) -> None:
+def _ratios(tokens: str) -> list[float]:
+    """`5,10,20` as numbers above 0; UserError for anything else."""
+    ratios = list[float]()
+    with contextlib.suppress(ValueError):
+        ratios = [float(word) for word in tokens.split(",") if word.strip()]
+    if tokens and min(ratios, default=0) <= 0:
+        raise UserError(f"--tokens {tokens}: write tokens per parameter with commas, as 5,10,20")
+    return ratios
+
+
+def _show_law(seen: Ladder, best: Best | None, paid: str, progress: Progress) -> None:
+    """`best`: the answer to a budget; `paid`: the hours of a device, if it is not of FLOPs."""
     from windlass.reports.law import error_table, law_table, predicted_table
+    from windlass.telemetry.measures import short
 
     tables = [law_table(seen), error_table(seen)]
     tables += [predicted_table(seen)] if seen.further else []
@@ -290,6 +290,11 @@ def _show_law(seen: Ladder, progress: Progress) -> None:
         progress.console.print(table.terminal(progress.console.width, table.title))
         for note in table.notes:
             progress.console.print(note)
+    if best:
+        answer = f"{short(best.size)} {seen.law.counted}, {short(best.tokens)} tokens"
+        progress.notify(f"best for {paid}{best.flops:.3g} FLOPs: {answer}, loss {best.loss}")
+        progress.console.out(f"  {best.command}")
+    progress.notify(f"report: windlass report {shlex.quote(str(seen.study.path))}")
 
 
 def _law_as_json(seen: Ladder, best: Best | None) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def decades(values: Sequence[float], label: str) -> Axis:
     """A logarithmic axis with a tick for each power of ten."""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     ticks = [10.0**n for n in range(low, high + 1)]
-    names = [short(tick) if tick < 1e12 else f"{tick:.0e}" for tick in ticks]
+    names = [short(tick) if ticks[-1] < 1e12 else f"{tick:.0e}" for tick in ticks]
     return Axis(label, ticks, names, log=True)
 
 

@@ -392,7 +392,7 @@ def name_of(result: CellResult) -> str:
     if not result.cell.assignment:
         return str(result.run.path)
     model, train = result.cell.recipe.model, result.cell.recipe.train
-    return f"{model.layers}x{model.width}, {train.tokens_per_parameter:g} tokens per parameter"
+    return f"{model.layers}x{model.width}, D = {train.tokens_per_parameter:g} N"
 
 
 def join(study: Study, runs: Sequence[Run]) -> None:
@@ -408,5 +408,6 @@ def flops_per_hour(recipe: Recipe, device: str) -> float:
     planned = plan(recipe, device=device)
     if not planned.flops or not planned.device_hours:
         why = "; ".join(dict.fromkeys(planned.unknown.values()))
-        raise UserError(f"{argument('device', device)}: no plan of the speed: {why}")
+        place = argument("device", device) if device else "this device"
+        raise UserError(f"{place}: no plan of the speed: {why}")
     return planned.flops / planned.device_hours
