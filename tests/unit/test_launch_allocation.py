@@ -182,8 +182,8 @@ def test_the_tables_of_launch(tmp_path, monkeypatch, version, options):
     assert done.stdout.startswith(f"mpiexec -n 8 {options} ")
     assert done.stdout.endswith(f" --hostfile {tmp_path}/nodes python train.py\n")
     rows = [line.split() for line in done.stderr.splitlines()]
-    assert ["x1", "4", "0-3"] in rows and ["x2", "4", "4-7"] in rows
-    assert rows[-1] == ["PBS", "job", "7.server:", "8", "ranks"]
+    assert ["x1", "4", "0-3"] in rows and ["x2", "4", "4-7"] in rows and ["world", "8"] in rows
+    assert ["host", "file", str(tmp_path / "nodes")] in rows and ["launcher", "mpiexec"] in rows
 
 
 def test_print_needs_no_mpiexec(pbs, tmp_path):

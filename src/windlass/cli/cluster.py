@@ -51,7 +51,7 @@ def launch(
     exit_with_parent()  # a cell ends with its sweep; its ranks have other parents
     allocation, words = jobs.plan_launch(command, ranks, per_host, print_)
     if print_:
-        _show_allocation(allocation)
+        _show_allocation(allocation, words[0])
         typer.echo(shlex.join(words))
         return errors.DONE
     if allocation.scheduler == "none":
@@ -60,10 +60,10 @@ def launch(
     return jobs.launch_in_job(allocation, words, partial(typer.echo, err=True))
 
 
-def _show_allocation(allocation: Allocation) -> None:
+def _show_allocation(allocation: Allocation, launcher: str) -> None:
     """Show hosts and ranks on stderr; stdout has only the command."""
-    from windlass.launch.schedulers import SCHEDULERS
-    from windlass.telemetry.terminal import rich_console, table
+    from windlass.processes import visible_gpus
+    from windlass.telemetry.terminal import pairs, rich_console, table
 
     console = rich_console(sys.stderr)
     rows, first = list[tuple[str, str, str]](), 0
@@ -72,9 +72,16 @@ def _show_allocation(allocation: Allocation) -> None:
         rows.append((host, str(count), numbers))
         first += count
     console.print(table(["host", "ranks", "numbers"], rows, console.width, text=["host"]))
-    in_job = allocation.scheduler != "none"
-    where = f"{SCHEDULERS[allocation.scheduler].TITLE} job {allocation.job}" if in_job else "no job"
-    console.print(f"{where}: {errors.plural(allocation.ranks, 'rank')}")
+    facts = {
+        "scheduler": allocation.scheduler,
+        "job": allocation.job,
+        "host file": allocation.hostfile,
+        "hosts": str(len(allocation.hosts)),
+        "GPUs per host": f"{len(visible_gpus())} (here)",
+        "world": str(allocation.ranks),
+        "launcher": "local processes" if allocation.scheduler == "none" else launcher,
+    }
+    console.print(pairs([(name, value) for name, value in facts.items() if value]))
 
 
 def env(

@@ -66,7 +66,7 @@ class Network:
             if m.kind == "hf" and run is None and not (m.from_scratch or m.init_from):
                 hub.directory(m.name, m.revision, weights=True)  # `build_model` looks at the files
             model = build_model(recipe, data.vocab, run=run)
-            if recipe.model.kernels == "liger":
+            if m.kernels == "liger":
                 use_liger(model, ranks.device, stack)
         else:
             model = open_own(module, recipe, stack)
@@ -103,9 +103,10 @@ class Network:
             )
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
         if recipe.train.compile == "auto":  # a user's module compiles only by `true`
-            self.compiled = not self.is_own and compiles(recipe, ranks.device.type, steps)
-            if self.compiled and (missing := ranks.decide("compile", missing_tools)):
-                self.compiled = False
+            wanted = not self.is_own and compiles(recipe, ranks.device.type, steps)
+            missing = ranks.decide("compile", missing_tools) if wanted else ""
+            self.compiled = wanted and not missing
+            if missing:
                 self.warnings = [f"train.compile is off, so the training is slower: {missing}"]
 
     def divide(self, run: Path) -> nn.Module:
