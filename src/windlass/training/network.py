@@ -97,10 +97,8 @@ class Network:
         # `train.precision` and `train.compile`, with `auto` resolved
         self.precision = resolve_precision(recipe.train.precision, ranks.device)
         if recipe.train.master == "bf16" and self.precision != "bf16":
-            raise UserError(
-                f'train.master = "bf16" needs bf16 arithmetic, and it is {self.precision} on this '
-                'device: write train.precision="bf16", or train.master="fp32"'
-            )
+            problem = f'train.master = "bf16" needs bf16 arithmetic, not {self.precision}'
+            raise UserError(f'{problem}: write train.precision="bf16", or train.master="fp32"')
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
         if recipe.train.compile == "auto":  # a user's module compiles only by `true`
             wanted = not self.is_own and compiles(recipe, ranks.device.type, steps)
