@@ -172,7 +172,7 @@ def check_shared(ranks: Ranks, run: Path) -> None:
     mark = Path(ranks.decide("shared", create))
     hosts = ranks.all_gather_object("shared", [socket.gethostname(), mark.exists()])
     if ranks.main:
-        mark.unlink()
+        mark.unlink(missing_ok=True)
     ranks.broadcast_object("removed")  # nobody continues while the file exists
     blind = {f"{host} (rank {rank})" for rank, (host, sees) in enumerate(hosts) if not sees}
     if blind:
