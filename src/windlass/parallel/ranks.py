@@ -237,9 +237,8 @@ class Ranks:
             last_seen = self._heartbeat.last_seen() if self._heartbeat and lost else ""
             first = self.fail(error)
             why = f"{first.error}; last seen: {last_seen or 'nothing'}"
-            if (
-                first.rank != self.rank and not first.secondary
-            ):  # else a rank is gone without a word
+            # A secondary failure: a rank is gone without a word.
+            if first.rank != self.rank and not first.secondary:
                 why = f"the first failure was {first}"
             if lost:
                 raise RunFailed(str(self.status.failure(f"it lost the others: {why}"))) from error
