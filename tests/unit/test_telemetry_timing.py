@@ -211,6 +211,7 @@ def test_mfu_by_the_numbers_of_a_known_run():
 
 def test_scores_are_the_finite_values_in_the_ledger() -> None:
     lines = [
+        {"kind": "eval", "step": 0, "suite": "loss", "loss": 2.0},  # without a checkpoint
         {"kind": "eval", "step": 1, "suite": "loss", "loss": 3.0},
         {"kind": "eval", "step": 2, "loss": NAN},
         {"kind": "eval", "step": 1, "suite": "squad", "f1": 10.0, "loss": 9.0},

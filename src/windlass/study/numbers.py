@@ -53,9 +53,7 @@ class RunNumbers:
         losses = [line["loss"] for line in self.suites.get(LOSS, ()) if "loss" in line]
         self.loss: float | None = train[-1].get("loss") if train else None
         self.eval_loss: float | None = losses[-1] if losses else None
-        # No best value is of the weights before the first step.
-        self.trained = [line for line in self.evals if line["step"] > 0]
-        self.losses, self.scores = (scores_by_step(self.trained, x) for x in (LOSS, measure))
+        self.losses, self.scores = (scores_by_step(self.evals, x) for x in (LOSS, measure))
         self.best_loss, self.score = self.losses.best, self.scores.best
         self.tokens = int(train[-1].get("tokens", 0)) if train else 0
         self.speed = throughput(lines)
@@ -95,7 +93,7 @@ class RunNumbers:
             "layout": Sizes(**start.get("mesh", {})).layout or None,
             "best_eval_loss": losses.best,
             "best_eval_step": losses.best_step,
-            "best_bits_per_byte": scores_by_step(self.trained, BITS).best,
+            "best_bits_per_byte": scores_by_step(self.evals, BITS).best,
             "best_measure": self.measure if scores else None,
             "best_score": scores.best if scores else None,
             "best_score_step": scores.best_step if scores else None,

@@ -39,7 +39,8 @@ class Scores(dict[int, float]):
 def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> Scores:
     """The finite values of a measure, `loss` or `SUITE.NAME`, in the `eval` lines of its suite.
 
-    Values on other items than the last line's do not count: a resume may change the items.
+    Step 0 does not count, because it has no checkpoint. Nor do values on other items than the last
+    line's: a resume may change the items.
     """
     suite, _, name = measure.partition(".")
     suite_lines = [x for x in lines if x["kind"] == "eval" and x.get("suite", LOSS) == suite]
@@ -47,7 +48,7 @@ def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> Scores:
     for line in suite_lines:
         value = float(line.get(name or suite, math.nan))
         same = all(line.get(key) == suite_lines[-1].get(key) for key in SAME_ITEMS)
-        if same and math.isfinite(value):
+        if line["step"] and same and math.isfinite(value):
             scores[int(line["step"])] = value
     return scores
 
