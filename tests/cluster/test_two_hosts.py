@@ -102,9 +102,10 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
         assert process.wait(150) == 0, text(log)
     assert_same(tmp_path / "run", two_local_ranks)
     assert "2 ranks on 2 hosts, started by torchrun; gloo between ranks" in text(log)
-    launch = read_json(tmp_path / "run" / "environment.json")["launch"]
+    environment = read_json(tmp_path / "run" / "environment.json")
+    launch = environment["launch"]
     assert (launch["world"], launch["nodes"], launch["backend"]) == (2, 2, "gloo")
-    assert launch["versions"]["torch"]
+    assert environment["packages"]["torch"]
     lines = Run(tmp_path / "run").log_path.read_text().splitlines()
     places = [line for line in lines if "[rank=" in line]
     assert "[cpu][rank=0/1][local_rank=0/0][node=0/1]" in places[0]

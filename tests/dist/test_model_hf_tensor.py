@@ -32,6 +32,12 @@ def keys(directory: Path, **more):
     return {"model__kind": "hf", "model__name": str(directory), **more}
 
 
+def recipes_of(models: Path, precision: str, strategies: list[str], **more):
+    """The recipes of all kinds, strategy after strategy."""
+    all_keys = [keys(models / kind, **more) for kind in KINDS]
+    return [eq.settings(precision, s, **of_kind) for s in strategies for of_kind in all_keys]
+
+
 STRATEGIES = ("ddp", "full_shard", "shard_optim")
 FULL = pytest.mark.full
 
@@ -47,13 +53,11 @@ def test_trainings_are_those_of_one_process(models, world, kind):
 
 @pytest.mark.dist
 def test_logits_and_a_cache_are_those_of_one_process(models):
-    single = [eq.settings("fp64", "single", **keys(models / kind)) for kind in KINDS]
-    [wanted] = run_ranks(eq.logits_of, 1, single)
-    for strategy in ("ddp", "full_shard"):
-        recipes = [eq.settings("fp64", strategy, **keys(models / kind), tensor=2) for kind in KINDS]
-        for per_rank in run_ranks(eq.logits_of, 2, recipes):
-            for pair, expected in zip(per_rank, wanted, strict=True):
-                torch.testing.assert_close(pair, expected, rtol=1e-9, atol=1e-12)
+    [wanted] = run_ranks(eq.logits_of, 1, recipes_of(models, "fp64", ["single"]))
+    divided = recipes_of(models, "fp64", ["ddp", "full_shard"], tensor=2)
+    for per_rank in run_ranks(eq.logits_of, 2, divided):
+        for pair, expected in zip(per_rank, wanted * 2, strict=True):
+            torch.testing.assert_close(pair, expected, rtol=1e-9, atol=1e-12)
 
 
 RECOMPUTED = {"parallel__activation_checkpointing": "selective"}
@@ -103,15 +107,13 @@ def test_other_trainings_are_those_of_one_process(models, name):
 @pytest.mark.dist
 def test_low_precision_stays_near_one_process(models):
     more = {"parallel__activation_checkpointing": "full"}
-    of_kind = [keys(models / kind, **more) for kind in KINDS]
-    wanted = run_ranks(eq.each, 1, [eq.settings("fp32", "single", **keys) for keys in of_kind])[0]
-    for strategy in ("ddp", "full_shard"):
-        recipes = [eq.settings("bf16", strategy, **keys, tensor=2) for keys in of_kind]
-        for per_rank in run_ranks(eq.each, 2, recipes):
-            for outcome, expected in zip(per_rank, wanted, strict=True):
-                losses, norms, _ = eq.distance(outcome, expected)
-                assert losses < 5e-3
-                assert norms < 5e-2
+    [wanted] = run_ranks(eq.each, 1, recipes_of(models, "fp32", ["single"], **more))
+    divided = recipes_of(models, "bf16", ["ddp", "full_shard"], tensor=2, **more)
+    for per_rank in run_ranks(eq.each, 2, divided):
+        for outcome, expected in zip(per_rank, wanted * 2, strict=True):
+            losses, norms, _ = eq.distance(outcome, expected)
+            assert losses < 5e-3
+            assert norms < 5e-2
 
 
 def step_with_norms(join, recipe):

@@ -389,7 +389,7 @@ def test_bad_items_are_counted_and_listed_after_kills_and_extensions(tmp_path, k
     places = [int(re.match(rf"{source}, line (\d+)", line)[1]) for line in listed]
     assert places == [n + 1 for n in bad] and index.left_out == len(bad)
     assert warnings(describe(open_data(recipe))) == [
-        f"{len(bad)} items could not be read; left-out.txt lists them"
+        f"{len(bad)} items could not be read: see left-out.txt"
     ]
     clean = tmp_path / "clean.jsonl"
     clean.write_text("\n".join(line for n, line in enumerate(lines) if n not in bad) + "\n")

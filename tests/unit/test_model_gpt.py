@@ -251,7 +251,6 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
 
     config = hf_fixtures.config(kind)
     config.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
     tree = {"kind": "hf", "name": str(tmp_path), "context": 48}
     total = AutoModelForCausalLM.from_config(config).num_parameters()
     recipe = Recipe.model_validate({"model": tree})

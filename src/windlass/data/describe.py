@@ -87,7 +87,7 @@ def warnings(facts: Facts) -> list[str]:
         shown = plural(shared, facts["items"].removesuffix("s"))
         texts.append(f"{shown} left out of training, because the validation data has the texts")
     if unreadable := facts.get("unreadable"):
-        texts.append(f"{unreadable:,} items could not be read; left-out.txt lists them")
+        texts.append(f"{plural(unreadable, 'item')} could not be read: see left-out.txt")
     return texts + repeated(facts.get("mixture", ()))
 
 
@@ -123,7 +123,7 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
             size = f"model.context = {context:,}"
             parts.append(f"{cut:,} cut at {size}, {lost:,} tokens lost ({fraction:.1%})")
         if left_out := subset.get("left_out"):
-            parts.append(f"{plural(left_out, unit)} left out: they have nothing left to learn")
+            parts.append(f"{plural(left_out, unit)} left out: nothing is left to learn")
         shown[heading] = ", ".join(parts)
     kind = f"{facts['tokenizer']}, " if "tokenizer" in facts else ""
     shown["tokenizer"] = f"{kind}{facts['vocab']:,} ids"

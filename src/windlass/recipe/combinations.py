@@ -51,7 +51,8 @@ def gpt(r: Any) -> Problems:
         advice = 'write "adamw" or "muon", or drop model.mup_base_width'
         yield "optim.kind", f"muP lacks rules for it: {advice}"
     if 0 < m.vocab < tokens:
-        yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {tokens:,}"
+        problem = f"{m.vocab} is smaller than the tokenizer's vocabulary of {tokens:,}"
+        yield "model.vocab", f"{problem}: write 0 (automatic), or at least {tokens}"
 
 
 def adapters(r: Any) -> Problems:

@@ -99,7 +99,7 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
         elif not key:
             inside = ", ".join(k for k in fields if k.startswith(f"{whole}."))
             problems[whole] = f"this is a section; its settings are {inside}"
-        elif error["type"] in UNCLEAR:
+        elif error["type"] in UNCLEAR and (error["type"], whole) != ("missing", key):
             description = " ".join(known[without_index(key)].description.split())
             form = error.get("ctx", {}).get("pattern") or values(known[without_index(key)])
             problems[key] = f"{json.dumps(value)} does not match {form}: {description}"
