@@ -137,13 +137,9 @@ class Ladder:
                 row = self._assignment(factor * guess, tokens, inputs.size.vocab or 0)
                 own = replace(inputs, recipe=recipe.replace(row))
                 planned = assemble(own, predicted_speed(own)[0])
-                size, total, spent = (
-                    self._size(planned),
-                    planned.size.parameters,
-                    planned.device_hours,
-                )
-                if size and total and planned.tokens and spent:
-                    tokens_paid = hours * planned.tokens / spent
+                size, total = self._size(planned), planned.size.parameters
+                if size and total and planned.tokens and planned.device_hours:
+                    tokens_paid = hours * planned.tokens / planned.device_hours
                     row[TOKENS_KEY] = float(f"{tokens_paid / total:.4g}")
                     answers.append((self.law.loss(size, tokens_paid), size, tokens_paid, row))
         if not answers:

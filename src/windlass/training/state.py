@@ -101,9 +101,9 @@ def set_divisor(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> boo
 
 
 def share_buffers(model: nn.Module, mesh: Mesh) -> None:
-    """Give all ranks rank 0's persistent buffers, such as statistics of BatchNorm,
-    which differ because the ranks see different samples. DDP does the same: a mean of counters or
-    codes would not be valid. Every rank calls it after the same step."""
+    """Give all ranks rank 0's persistent buffers, such as statistics of BatchNorm, which differ
+    because the ranks see different samples. DDP does the same: a mean of counters or codes would
+    not be valid. Every rank calls it after the same step."""
     if mesh.all_ranks is None:
         return
     for module in unwrap(model).modules():
